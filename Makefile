@@ -1,0 +1,45 @@
+# Each target can be the first command on a fresh machine that has make and python3 (3.11 or newer, with venv).
+# The package is installed, editable and with its development tools, into $(VENV), and again only when its metadata change.
+PYTHON ?= python3
+VENV ?= .venv
+OUTPUT ?= runs/quickstart
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.raptor_hf-installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test test-slow check bench
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
+	@printf '\nPYTHON=python3.12 chooses the interpreter, VENV=DIR the environment, ARGS=... adds arguments.\n'
+
+install: $(STAMP) ## make $(VENV) and install the package with its development tools
+
+quickstart: $(STAMP) ## digits, offline: teacher, phases, Raptors, probe, report in $(OUTPUT) (again: ARGS=--overwrite)
+	$(BIN)/raptor-hf quickstart --output-dir $(OUTPUT) $(ARGS)
+
+test: $(STAMP) ## the test suite, without the slow tests and without network
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(STAMP) ## the slow tests only
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+check: $(STAMP) ## lint, formatting, types, layering, README tree
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_repository.py
+
+bench: $(STAMP) ## time the phase search beside plain implementations
+	$(BIN)/python benchmarks/phases.py $(ARGS)
+
+$(STAMP): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "raptor_hf needs Python 3.11 or newer, $(PYTHON) is older or missing; try: make PYTHON=python3.11"; exit 1; }
+	@echo "Installing raptor_hf and its development tools into $(VENV), a few minutes the first time ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@

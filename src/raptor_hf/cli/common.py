@@ -1,0 +1,106 @@
+"""Arguments that several commands share, and how they become a teacher and images."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data import ImageDataset, PixelDataset, load_images
+from ..runs import RESULTS_FILE
+from ..teachers import Teacher
+from .console import note, status
+from .values import UsageError
+
+
+@dataclass
+class TeacherArguments:
+    """The teacher."""
+
+    _argument_group_name = "Teacher"
+
+    teacher: str | None = field(default=None, metadata={"help": "Hub id or folder of the pretrained ViT (required)."})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of the teacher on the Hub."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "sdpa (default) or eager."})
+
+
+@dataclass
+class ImageArguments:
+    """The images."""
+
+    _argument_group_name = "Images"
+
+    dataset: str = field(default="digits", metadata={"help": "Folder of images, Hub dataset id, or digits."})
+    train_split: str = field(default="train", metadata={"help": "Split to train on, or to look at."})
+    eval_split: str | None = field(default="test", metadata={"help": "Split to measure on."})
+    image_column: str | None = field(default=None, metadata={"help": "Column of the images, if it cannot be guessed."})
+    label_column: str | None = field(default=None, metadata={"help": "Column of the labels, if it cannot be guessed."})
+    dataset_revision: str | None = field(default=None, metadata={"help": "Revision of a Hub dataset."})
+    image_size: int | None = field(default=None, metadata={"help": "Pixels of a side; default the image processor's."})
+    max_images: int | None = field(default=None, metadata={"help": "Random subset of every split."})
+    on_error: str = field(default="raise", metadata={"help": "raise, or skip damaged images and count them."})
+
+
+def load_teacher(args: TeacherArguments) -> Teacher:
+    """The teacher, loaded on the accelerator if there is one.
+
+    Raises:
+        UsageError: if none is named or it cannot be loaded.
+    """
+    if args.teacher is None:
+        raise UsageError(
+            "no teacher given; name a Hub id or a folder, for example facebook/dinov2-with-registers-small."
+        )
+    kwargs: dict[str, Any] = {}
+    if args.attn_implementation is not None:
+        kwargs["attn_implementation"] = args.attn_implementation
+    with status(f"loading {args.teacher}"):
+        try:
+            teacher = Teacher.from_pretrained(args.teacher, revision=args.revision, **kwargs)
+        except OSError as error:
+            raise UsageError(f"teacher {args.teacher!r} cannot be loaded: {error}") from error
+    if torch.accelerator.is_available():
+        teacher.model.to(torch.accelerator.current_accelerator())
+    return teacher
+
+
+def load_split(args: ImageArguments, split: str | None, seed: int = 0) -> ImageDataset:
+    """Images of one split, announced on stderr.
+
+    Raises:
+        ValueError: as [`~raptor_hf.data.load_images`].
+    """
+    images = load_images(
+        args.dataset,
+        split=split,
+        image_column=args.image_column,
+        label_column=args.label_column,
+        on_error=args.on_error,
+        max_images=args.max_images,
+        seed=seed,
+        revision=args.dataset_revision,
+    )
+    skipped = f", {images.num_skipped} damaged ones left out" if images.num_skipped else ""
+    note(f"{images.name} ({split}): {len(images)} images{skipped}")
+    return images
+
+
+def to_pixels(images: ImageDataset, processor: Any, image_size: int | None) -> PixelDataset:
+    """Images through a processor at the size asked for.
+
+    Raises:
+        UsageError: if there is no processor.
+    """
+    if processor is None:
+        raise UsageError("this model has no image processor; add a preprocessor_config.json to its folder.")
+    return PixelDataset(images, processor, image_size=image_size)
+
+
+def check_finished(output_dir: Path, overwrite: bool) -> None:
+    """Refuses to run again over a finished run.
+
+    Raises:
+        UsageError: if `output_dir` has results and `overwrite` is not set.
+    """
+    if (output_dir / RESULTS_FILE).is_file() and not overwrite:
+        raise UsageError(f"{output_dir} holds a finished run; give --overwrite to replace it, or another --output_dir.")

@@ -1,0 +1,126 @@
+"""`raptor-hf distill TEACHER`: a teacher and images become a Raptor, saved and measured."""
+
+import shlex
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accelerate import PartialState
+
+from ..arguments import DistillationArguments
+from ..data import ImageDataset, PixelDataset
+from ..phases import Phases
+from ..report import read_json, summary_rows, write_json, write_report
+from ..runs import (
+    MODEL_FOLDER,
+    PHASES_FILE,
+    RESULTS_FILE,
+    dataset_record,
+    discover_phases,
+    distill,
+    new_results,
+    public_name,
+    teacher_record,
+)
+from ..teachers import Teacher
+from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, to_pixels
+from .console import is_main_process, note, status, table
+from .parsing import parse, require_world_size
+from .values import UsageError
+
+
+@dataclass
+class StudentArguments:
+    """The student."""
+
+    _argument_group_name = "Student"
+
+    num_blocks: int | None = field(default=None, metadata={"help": "Blocks; 3 unless repeats or phases are given."})
+    repeats: list[int] | None = field(default=None, metadata={"help": "Applications of each block, as 7 3 2."})
+    phases: str | None = field(default=None, metadata={"help": "phases.json of an earlier `raptor-hf phases`."})
+    phase_images: int = field(default=1000, metadata={"help": "Training images that the phases are found on."})
+    init: str | None = field(
+        default=None, metadata={"help": "first, middle, last, mean or random; default the preset's."}
+    )
+    mlp_type: str | None = field(default=None, metadata={"help": "gelu or swiglu; default the preset's."})
+    intermediate_size: int | str | None = field(default=None, metadata={"help": "MLP width, research or dinov2."})
+    depth_scale: bool = field(default=True, metadata={"help": "Whether blocks are scaled by depth."})
+    depth_scale_init: str | None = field(default=None, metadata={"help": "zeros or normal; default the preset's."})
+    name: str | None = field(default=None, metadata={"help": "Name in the report; default raptor-k and the blocks."})
+    overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; exit code 0.
+
+    Raises:
+        ValueError: for wrong input.
+    """
+    student, source, images, args = parse(
+        "distill",
+        [StudentArguments, TeacherArguments, ImageArguments, DistillationArguments],
+        argv,
+        ["teacher"],
+        description=__doc__,
+    )
+    require_world_size(PartialState(cpu=args.use_cpu or None).num_processes, "distill")
+    output_dir = Path(args.output_dir)
+    check_finished(output_dir, student.overwrite)
+    if student.overwrite and is_main_process():
+        shutil.rmtree(output_dir, ignore_errors=True)
+    teacher = load_teacher(source)
+    train_images = load_split(images, images.train_split, args.seed)
+    train = to_pixels(train_images, teacher.image_processor, images.image_size)
+    evaluation = None
+    if images.eval_split is not None:
+        evaluation = to_pixels(
+            load_split(images, images.eval_split, args.seed), teacher.image_processor, images.image_size
+        )
+    phases, record = _phases(student, teacher, train, train_images, args, output_dir)
+    note(f"phases: {phases}")
+    fields = {key: getattr(student, key) for key in ("init", "mlp_type", "intermediate_size", "depth_scale_init")}
+    _, entry = distill(
+        teacher, phases, args, train, evaluation,
+        name=student.name or f"raptor-k{phases.num_blocks}", student={**fields, "depth_scale": student.depth_scale},
+    )  # fmt: skip
+    if not is_main_process():
+        return 0
+    title = f"Raptor of {public_name(source.teacher)}"
+    results = new_results(title, shlex.join(["raptor-hf", "distill", *argv]), args.seed)
+    results |= {"teacher": teacher_record(teacher), "dataset": dataset_record(train, evaluation), "models": [entry]}
+    if record is not None:
+        results["phases"] = record
+    write_json(output_dir / RESULTS_FILE, results)
+    write_report(output_dir, results)
+    header, rows = summary_rows(results)
+    table(header, rows, title=title)
+    note(f"model: {output_dir / MODEL_FOLDER}   report: {output_dir / 'report.html'}")
+    return 0
+
+
+def _phases(
+    student: StudentArguments,
+    teacher: Teacher,
+    train: PixelDataset,
+    train_images: ImageDataset,
+    args: DistillationArguments,
+    output_dir: Path,
+) -> tuple[Phases, dict | None]:
+    """Phases that were given, or those found on the training images; the record of the search if there is one."""
+    given = [name for name in ("num_blocks", "repeats", "phases") if getattr(student, name) is not None]
+    if "repeats" in given:
+        if len(given) > 1:
+            raise UsageError(f"--{given[0]} and --{given[1]} exclude each other; give the repeats alone.")
+        return Phases.from_repeats(student.repeats), None
+    count = str(student.num_blocks or 3)
+    if student.phases is not None:
+        path = Path(student.phases)
+        record = read_json(path / PHASES_FILE if path.is_dir() else path)
+        if count not in record["partitions"]:
+            raise UsageError(f"{path} has no partition into {count} blocks, only {', '.join(record['partitions'])}.")
+    else:
+        subset = train_images.select(range(0, len(train), max(1, len(train) // student.phase_images)))
+        pixels = PixelDataset(subset, train.processor)
+        with status(f"phases on {len(subset)} images"):
+            record = discover_phases(teacher, pixels, (int(count),), output_dir / PHASES_FILE)
+    return Phases.from_schedule(record["partitions"][count]["block_schedule"]), record

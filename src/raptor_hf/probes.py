@@ -1,0 +1,328 @@
+"""Linear probes: what a frozen backbone's features are worth (arXiv 2512.19941, App. A.4).
+
+A task is data ([`ProbeTask`]), and one loop ([`LinearProbe`]) trains it for a Raptor and for its teacher alike, so that
+both are measured by the same code. Backbone, embeddings and final norm stay as they are; only the head learns.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import get_scheduler
+
+from .data import ImageDataset, PixelDataset, collate_pixels
+from .modeling_raptor import RaptorModel
+from .teachers import Teacher
+from .tokens import TokenLayout
+
+SELECT = ("last", "best")
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """What is probed.
+
+    Attributes:
+        name: of the task, as the Hub calls it.
+        features: `(final norm's output (batch_size, seq_length, hidden_size), layout)` to the head's input.
+        head: `(features, outputs)` to a module.
+        loss: `(head's output, labels)` to a scalar.
+        predict: head's output to predictions.
+        metric: makes an `evaluate.Metric`.
+        primary_metric: the metric's value that counts; greater is better.
+    """
+
+    name: str
+    features: Callable[[torch.Tensor, TokenLayout], torch.Tensor]
+    head: Callable[[int, int], nn.Module]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    predict: Callable[[torch.Tensor], torch.Tensor]
+    metric: Callable[[], Any]
+    primary_metric: str
+
+
+def _accuracy() -> Any:
+    from .metrics import RaptorAccuracy
+
+    return RaptorAccuracy()
+
+
+IMAGE_CLASSIFICATION = ProbeTask(
+    name="image-classification",
+    features=lambda hidden_states, layout: layout.pool(hidden_states),
+    head=nn.Linear,
+    loss=nn.functional.cross_entropy,
+    predict=lambda logits: logits.argmax(dim=-1),
+    metric=_accuracy,
+    primary_metric="accuracy",
+)
+
+
+@dataclass(frozen=True)
+class ProbeArguments:
+    """How a head is trained. The defaults are the paper's for ImageNet-1k; a small set needs a larger learning rate.
+
+    Attributes:
+        learning_rate, weight_decay: of AdamW.
+        num_epochs: passes over the training images; 0 measures the untrained head.
+        batch_size: images per step.
+        warmup_steps: linear warm-up from 1 % of the learning rate, at most a tenth of the run; then cosine to 1 %.
+        max_grad_norm: gradient clip, 0 for none.
+        augment: `"crop_flip"` (RandomResizedCrop and flip, the paper's) runs the backbone anew in every epoch; `"none"`
+            runs it once and keeps the features in memory.
+        select: `"last"` epoch, or `"best"` on the evaluation set itself, the untrained start included, as the research
+            code reports.
+        seeds: one head is trained for each; mean and standard deviation are over them.
+
+    Raises:
+        ValueError: if a value is out of range or unknown.
+    """
+
+    learning_rate: float = 1e-4
+    weight_decay: float = 1e-2
+    num_epochs: int = 15
+    batch_size: int = 512
+    warmup_steps: int = 100
+    max_grad_norm: float = 1.0
+    augment: str = "crop_flip"
+    select: str = "last"
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        if self.select not in SELECT:
+            raise ValueError(f"select={self.select!r} is unknown; use one of {', '.join(SELECT)}.")
+        if self.learning_rate <= 0 or self.num_epochs < 0 or self.batch_size < 1:
+            raise ValueError(
+                f"learning_rate={self.learning_rate}, num_epochs={self.num_epochs}, batch_size={self.batch_size}: a "
+                "probe needs a positive learning rate, 0 or more epochs and at least one image per step."
+            )
+        if not self.seeds:
+            raise ValueError("seeds=() trains no head; give at least one seed.")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Outcome of a probe.
+
+    Attributes:
+        task: name of the task.
+        metric: name of the value that counts; greater is better.
+        values: it, for every seed.
+        num_scored: evaluation images that were scored, each once.
+        num_skipped: damaged images left out of both sets.
+        protocol: the [`ProbeArguments`].
+        head: the last seed's head; not part of the dictionary.
+    """
+
+    task: str
+    metric: str
+    values: list[float]
+    num_scored: int
+    num_skipped: int
+    protocol: dict[str, Any]
+    head: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation over the seeds (of a sample); `None` for one seed."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def retained(self, teacher: "ProbeResult") -> float:
+        """Share of the teacher's mean that this one keeps."""
+        return self.mean / teacher.mean
+
+    def to_dict(self, teacher: "ProbeResult | None" = None) -> dict[str, Any]:
+        """Plain values, with `"retained"` when the teacher's result is given."""
+        values = {self.metric: self.values, "mean": self.mean, "std": self.std, "num_scored": self.num_scored}
+        values["num_skipped"] = self.num_skipped
+        return values if teacher is None else {**values, "retained": self.retained(teacher)}
+
+
+class LinearProbe:
+    """Trains and scores a head on a frozen backbone: `probe(backbone, processor) -> ProbeResult`.
+
+    Args:
+        train_images, eval_images: labelled [`ImageDataset`]s of the same classes.
+        arguments: how the head is trained.
+        task: what is probed.
+        image_size: pixels of a side, in place of the processor's.
+        num_workers: processes that read images.
+
+    Raises:
+        ValueError: if a set is empty or unlabelled, or the evaluation set has a class that training does not know.
+    """
+
+    greater_is_better = True
+
+    def __init__(
+        self,
+        train_images: ImageDataset,
+        eval_images: ImageDataset,
+        arguments: ProbeArguments | None = None,
+        *,
+        task: ProbeTask = IMAGE_CLASSIFICATION,
+        image_size: int | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        self.train_images, self.eval_images, self.task = train_images, eval_images, task
+        self.arguments = arguments or ProbeArguments()
+        self.image_size, self.num_workers = image_size, num_workers
+        self.num_classes = _num_classes(train_images, eval_images)
+
+    @property
+    def primary_metric(self) -> str:
+        """Name of the value that counts."""
+        return self.task.primary_metric
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The protocol, as plain values."""
+        return {**asdict(self.arguments), "image_size": self.image_size, "num_classes": self.num_classes}
+
+    def __call__(self, backbone: RaptorModel | Teacher, processor: Any, description: str = "probe") -> ProbeResult:
+        """Probes `backbone` with images put through `processor`.
+
+        Args:
+            backbone: a Raptor or a [`Teacher`], which may be any supported ViT, random ones too.
+            processor: its image processor.
+            description: shown beside the progress bar.
+        """
+        extract = _FeatureExtractor(backbone, self.task)
+        pixels = {
+            "train": PixelDataset(
+                self.train_images, processor, image_size=self.image_size, augment=self.arguments.augment
+            ),
+            "eval": PixelDataset(self.eval_images, processor, image_size=self.image_size),
+        }
+        eval_features = self._all(extract, pixels["eval"], f"{description}: evaluation features")
+        train_features = None
+        if self.arguments.augment == "none":
+            train_features = self._all(extract, pixels["train"], f"{description}: training features")
+        values = []
+        for seed in self.arguments.seeds:
+            batches = self._batches(seed, extract, pixels["train"], train_features)
+            head, best = self._train(seed, batches, eval_features, f"{description}: seed {seed}")
+            values.append(best)
+        return ProbeResult(
+            self.task.name, self.primary_metric, values, len(self.eval_images),
+            self.train_images.num_skipped + self.eval_images.num_skipped, self.get_config_dict(), head,
+        )  # fmt: skip
+
+    def _loader(self, pixels: PixelDataset, **kwargs: Any) -> DataLoader:
+        return DataLoader(
+            pixels, self.arguments.batch_size, collate_fn=collate_pixels, num_workers=self.num_workers, **kwargs
+        )
+
+    def _all(self, extract: "_FeatureExtractor", pixels: PixelDataset, description: str) -> tuple[torch.Tensor, ...]:
+        batches = [extract(batch) for batch in tqdm(self._loader(pixels), desc=description, leave=False)]
+        features, labels = zip(*batches, strict=True)
+        return torch.cat(features), torch.cat(labels)
+
+    def _batches(
+        self,
+        seed: int,
+        extract: "_FeatureExtractor",
+        pixels: PixelDataset,
+        features: tuple[torch.Tensor, ...] | None,
+    ) -> Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+        """Function of the epoch to that epoch's shuffled batches of features and labels."""
+
+        def epoch_batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+            if features is None:
+                pixels.set_epoch(epoch)
+                yield from (extract(batch) for batch in self._loader(pixels, shuffle=True, generator=generator))
+            else:
+                order = torch.randperm(len(features[0]), generator=generator).to(features[0].device)
+                for chosen in order.split(self.arguments.batch_size):
+                    yield features[0][chosen], features[1][chosen]
+
+        return epoch_batches
+
+    def _train(
+        self,
+        seed: int,
+        batches: Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        evaluation: tuple[torch.Tensor, ...],
+        description: str,
+    ) -> tuple[nn.Module, float]:
+        options = self.arguments
+        head = self._new_head(seed, evaluation[0])
+        optimizer = torch.optim.AdamW(head.parameters(), options.learning_rate, weight_decay=options.weight_decay)
+        steps = options.num_epochs * -(-len(self.train_images) // options.batch_size)
+        scheduler = get_scheduler(
+            "cosine_warmup_with_min_lr", optimizer, min(options.warmup_steps, steps // 10), max(steps, 1),
+            scheduler_specific_kwargs={"min_lr_rate": 0.01, "warmup_lr_rate": 0.01},
+        )  # fmt: skip
+        scores = [self._score(head, *evaluation)] if options.select == "best" or steps == 0 else []
+        for epoch in tqdm(range(options.num_epochs), desc=description, leave=False):
+            for features, labels in batches(epoch):
+                loss = self.task.loss(head(features), labels)
+                loss.backward()
+                if options.max_grad_norm > 0:
+                    nn.utils.clip_grad_norm_(head.parameters(), options.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if options.select == "best" or epoch == options.num_epochs - 1:
+                scores.append(self._score(head, *evaluation))
+        return head, max(scores)
+
+    def _new_head(self, seed: int, features: torch.Tensor) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.task.head(features.shape[-1], self.num_classes).to(features.device)
+
+    @torch.no_grad()
+    def _score(self, head: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> float:
+        metric = self.task.metric()
+        predictions = [self.task.predict(head(part)) for part in features.split(self.arguments.batch_size)]
+        return metric.compute(predictions=torch.cat(predictions).cpu(), references=labels.cpu())[self.primary_metric]
+
+
+class _FeatureExtractor:
+    """A batch of pixels and labels to float32 features and labels on the backbone's device, without gradients."""
+
+    def __init__(self, backbone: RaptorModel | Teacher, task: ProbeTask) -> None:
+        self.device, self.task = backbone.device, task
+        if isinstance(backbone, Teacher):
+            self.last_hidden_state, self.layout = backbone.last_hidden_state, backbone.layout
+        else:
+            backbone.eval()
+            self.last_hidden_state = lambda pixel_values: backbone(pixel_values).last_hidden_state
+            self.layout = backbone.config.token_layout
+
+    @torch.no_grad()
+    def __call__(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states = self.last_hidden_state(batch["pixel_values"].to(self.device))
+        return self.task.features(hidden_states.float(), self.layout), batch["labels"].to(self.device)
+
+
+def _num_classes(train_images: ImageDataset, eval_images: ImageDataset) -> int:
+    for name, images in (("training", train_images), ("evaluation", eval_images)):
+        if len(images) == 0 or images.labels is None:
+            raise ValueError(f"the {name} set of a probe needs labelled images; {images.name!r} has none.")
+    if train_images.label_names != eval_images.label_names:
+        raise ValueError(
+            f"training and evaluation set have different classes ({_short(train_images.label_names)} and "
+            f"{_short(eval_images.label_names)}); use two splits of one dataset."
+        )
+    known, wanted = max(train_images.labels), max(eval_images.labels)
+    if wanted > known and train_images.label_names is None:
+        raise ValueError(f"the evaluation set has class {wanted}, training ends at {known}; use two splits of one set.")
+    return max(known, wanted) + 1 if train_images.label_names is None else len(train_images.label_names)
+
+
+def _short(names: Sequence[str] | None) -> str:
+    if names is None:
+        return "unnamed"
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,288 @@
+"""The main job from end to end, offline, on real images that ship with scikit-learn.
+
+A 12-layer ViT with registers and stochastic depth learns handwritten digits; its phases are found, it is distilled
+into Raptors of two and three blocks, teacher and Raptors are probed, and everything is saved, reloaded in a fresh
+process and reported. Each finished part is kept, so that an interrupted run goes on where it stopped.
+"""
+
+import dataclasses
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    BitImageProcessorPil,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersForImageClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from .arguments import DistillationArguments
+from .data import ImageDataset, PixelDataset, collate_pixels, load_images
+from .modeling_raptor import RaptorModel
+from .phases import Phases
+from .probes import LinearProbe, ProbeArguments, ProbeResult
+from .report import read_json, write_json, write_report
+from .runs import (
+    MODEL_FOLDER,
+    PHASES_FILE,
+    RESULTS_FILE,
+    dataset_record,
+    discover_phases,
+    distill,
+    new_results,
+    teacher_record,
+)
+from .teachers import Teacher
+
+TEACHER_FOLDER = "teacher"
+RECORD_FILE = "record.json"
+IMAGE_SIZE = 16
+NUM_LAYERS = 12
+_RELOAD = """
+import sys, torch
+from safetensors.torch import load_file
+from raptor_hf import RaptorModel
+expected = load_file(sys.argv[2])
+with torch.no_grad():
+    outputs = RaptorModel.from_pretrained(sys.argv[1])(expected.pop("pixel_values"))
+sys.exit(0 if torch.equal(outputs.last_hidden_state, expected["last_hidden_state"]) else 3)
+"""
+
+
+@dataclass
+class QuickstartArguments:
+    """Sizes of the quickstart. The defaults take a few minutes on two cores."""
+
+    _argument_group_name = "Quickstart"
+
+    output_dir: str = field(default="runs/quickstart", metadata={"help": "Folder of the run."})
+    num_blocks: list[int] = field(default_factory=lambda: [2, 3], metadata={"help": "Raptors to distil, by blocks."})
+    num_seeds: int = field(default=1, metadata={"help": "Raptors distilled for each number of blocks."})
+    seed: int = field(default=0, metadata={"help": "Seed of the teacher and of the first Raptors."})
+    teacher_epochs: int = field(default=10, metadata={"help": "Passes of the teacher over the digits."})
+    distill_steps: int = field(default=300, metadata={"help": "Steps of a distillation, both stages together."})
+    batch_size: int = field(default=64, metadata={"help": "Images per step."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate of a distillation."})
+    probe_epochs: int = field(default=60, metadata={"help": "Passes of the probe's head."})
+    max_images: int | None = field(
+        default=None, metadata={"help": "Random subset of the digits, for trying things out."}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
+
+
+def run_quickstart(
+    args: QuickstartArguments,
+    command: str = "raptor-hf quickstart",
+    status: Callable[[str], AbstractContextManager] = lambda message: nullcontext(),
+) -> dict[str, Any]:
+    """Runs what is left to do in `args.output_dir` and writes `results.json` and `report.html`.
+
+    Args:
+        args: sizes and folder.
+        command: how the run was started, for the report.
+        status: makes a context that shows a message while a step works.
+
+    Returns:
+        the results, as they stand in `results.json`.
+
+    Raises:
+        ValueError: if a size is out of range.
+        RuntimeError: if a saved Raptor gives other outputs when a fresh process loads it.
+    """
+    if args.num_seeds < 1 or not args.num_blocks:
+        raise ValueError(f"num_seeds={args.num_seeds}, num_blocks={args.num_blocks}: give at least one of each.")
+    output_dir = Path(args.output_dir)
+    splits = {name: load_images("digits", split=name, max_images=args.max_images) for name in ("train", "test")}
+    with status("teacher: training a 12-layer ViT on handwritten digits"):
+        teacher = _teacher(args, output_dir / TEACHER_FOLDER, splits["train"])
+    train, test = (_InMemory(splits[name], teacher.image_processor) for name in ("train", "test"))
+    with status("phases: comparing the teacher's layers"):
+        phases = discover_phases(teacher, train, tuple(args.num_blocks), output_dir / PHASES_FILE, batch_size=128)
+    probe = LinearProbe(splits["train"], splits["test"], _probe_arguments(args))
+    outcomes: dict[str, list[ProbeResult]] = {"teacher": [probe(teacher, teacher.image_processor, "teacher")]}
+    entries = []
+    for count in args.num_blocks:
+        name = f"raptor-k{count}"
+        partition = Phases.from_schedule(phases["partitions"][str(count)]["block_schedule"])
+        outcomes[name], runs = [], []
+        for seed in range(args.seed, args.seed + args.num_seeds):
+            folder = output_dir / f"k{count}" / f"seed{seed}"
+            with status(f"{name}, seed {seed}: distilling phases {partition}"):
+                model, record = _raptor(args, teacher, partition, folder, train, test, name, seed)
+            with status(f"{name}, seed {seed}: probing, and reloading in a fresh process"):
+                outcomes[name].append(probe(model, teacher.image_processor, name))
+                check_reload(folder / MODEL_FOLDER, model, test)
+            runs.append(record)
+        entries.append({**runs[0], "path": f"k{count}/seed{args.seed}/{MODEL_FOLDER}", "seeds": _seeds(runs)})
+    results = new_results("Quickstart: handwritten digits", command, args.seed)
+    results |= {
+        "teacher": {**teacher_record(teacher), "name": "digits teacher"},
+        "dataset": dataset_record(train, test),
+        "phases": phases,
+        "models": entries,
+        "probe": _probe_record(probe, outcomes),
+    }
+    write_json(output_dir / RESULTS_FILE, results)
+    write_report(output_dir, results)
+    return results
+
+
+class _InMemory(PixelDataset):
+    """Keeps every processed image: the digits are small and read many times."""
+
+    def __init__(self, images: ImageDataset, processor: Any) -> None:
+        super().__init__(images, processor)
+        self._kept: dict[int, dict[str, Any]] = {}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index not in self._kept:
+            self._kept[index] = super().__getitem__(index)
+        return dict(self._kept[index])
+
+
+def digits_processor() -> BitImageProcessorPil:
+    """Image processor of the digits teacher: the whole image at 16 x 16 pixels, bilinear, black at -1, white at 7 / 3."""
+    return BitImageProcessorPil(
+        do_resize=True,
+        size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        resample=2,
+        do_center_crop=False,
+        image_mean=[0.3] * 3,
+        image_std=[0.3] * 3,
+    )
+
+
+def _teacher(args: QuickstartArguments, folder: Path, images: ImageDataset) -> Teacher:
+    """The trained teacher: loaded if an earlier run finished it, else trained and saved."""
+    if not (folder / "preprocessor_config.json").is_file():  # saved last
+        _train_teacher(args, folder, images)
+    return Teacher.from_pretrained(folder)
+
+
+def _train_teacher(args: QuickstartArguments, folder: Path, images: ImageDataset) -> None:
+    set_seed(args.seed)
+    processor = digits_processor()
+    config = Dinov2WithRegistersConfig(
+        hidden_size=64, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, mlp_ratio=2,
+        image_size=IMAGE_SIZE, patch_size=4, num_register_tokens=4,
+        drop_path_rate=0.1, layerscale_value=0.1, initializer_range=0.1, num_labels=10,
+    )  # fmt: skip
+    training = TrainingArguments(
+        output_dir=str(folder), num_train_epochs=args.teacher_epochs, per_device_train_batch_size=args.batch_size,
+        learning_rate=2e-3, weight_decay=0.05, warmup_steps=0.1, lr_scheduler_type="cosine",
+        label_smoothing_factor=0.1, dataloader_drop_last=True, save_strategy="no", report_to="none",
+        logging_strategy="no", seed=args.seed,
+    )  # fmt: skip
+    trainer = Trainer(
+        Dinov2WithRegistersForImageClassification(config),
+        training,
+        train_dataset=_InMemory(images, processor),
+        data_collator=lambda batch: jitter(collate_pixels(batch)),
+    )
+    trainer.train()
+    trainer.model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def jitter(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Turns, scales and shifts each digit a little: up to 10 degrees, 10 % and a quarter of the half-width.
+
+    Args:
+        batch: `pixel_values` `(batch_size, channels, height, width)`, changed; labels pass through. Drawn from torch's
+            global generator.
+    """
+    pixels = batch["pixel_values"]
+    angle, scale, right, down = ((torch.rand(4, len(pixels)) * 2 - 1) * _JITTER[:, None]).unbind()
+    cos, sin, scale = angle.cos(), angle.sin(), 1 + scale
+    rows = [
+        torch.stack([cos / scale, -sin / scale, right], dim=1),
+        torch.stack([sin / scale, cos / scale, down], dim=1),
+    ]
+    grid = nn.functional.affine_grid(torch.stack(rows, dim=1), list(pixels.shape), align_corners=False)
+    moved = nn.functional.grid_sample(pixels - _BLACK, grid, padding_mode="zeros", align_corners=False)
+    return {**batch, "pixel_values": moved + _BLACK}
+
+
+_JITTER = torch.tensor([10 * math.pi / 180, 0.1, 0.25, 0.25])
+_BLACK = -1.0  # a black pixel after the processor
+
+
+def _raptor(
+    args: QuickstartArguments,
+    teacher: Teacher,
+    phases: Phases,
+    folder: Path,
+    train: PixelDataset,
+    test: PixelDataset,
+    name: str,
+    seed: int,
+) -> tuple[RaptorModel, dict[str, Any]]:
+    """A distilled Raptor and its record: loaded if an earlier run finished it, else distilled."""
+    if (folder / RECORD_FILE).is_file():
+        return RaptorModel.from_pretrained(folder / MODEL_FOLDER).eval(), read_json(folder / RECORD_FILE)
+    options = DistillationArguments(
+        output_dir=str(folder), max_steps=args.distill_steps, per_device_train_batch_size=args.batch_size,
+        learning_rate=args.learning_rate, seed=seed, report_to="none", per_device_eval_batch_size=128,
+    )  # fmt: skip
+    model, record = distill(teacher, phases, options, train, test, name=name)
+    write_json(folder / RECORD_FILE, record)
+    return model.eval(), record
+
+
+def check_reload(folder: Path, model: RaptorModel, pixels: PixelDataset) -> None:
+    """Loads a saved Raptor in a fresh process and compares its outputs on a few images with the model's, bit for bit.
+
+    Raises:
+        RuntimeError: if they differ, or the process fails.
+    """
+    batch = collate_pixels([pixels[index] for index in range(min(8, len(pixels)))])["pixel_values"]
+    with torch.no_grad():
+        expected = model(batch.to(model.device)).last_hidden_state
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "expected.safetensors"
+        save_file({"pixel_values": batch.contiguous(), "last_hidden_state": expected.cpu().contiguous()}, path)
+        process = subprocess.run(
+            [sys.executable, "-c", _RELOAD, str(folder), str(path)], capture_output=True, text=True, check=False
+        )
+    if process.returncode != 0:
+        reason = "its outputs differ" if process.returncode == 3 else process.stderr.strip()[-500:]
+        raise RuntimeError(f"{folder} was saved, but a fresh process could not reproduce it: {reason}")
+
+
+def _probe_arguments(args: QuickstartArguments) -> ProbeArguments:
+    return ProbeArguments(learning_rate=1e-2, num_epochs=args.probe_epochs, batch_size=128, augment="none")
+
+
+def _probe_record(probe: LinearProbe, outcomes: dict[str, list[ProbeResult]]) -> dict[str, Any]:
+    pooled = {}
+    for name, runs in outcomes.items():
+        values = [value for run in runs for value in run.values]
+        pooled[name] = dataclasses.replace(runs[0], values=values, head=None)
+    teacher = pooled["teacher"]
+    return {
+        "task": probe.task.name,
+        "protocol": probe.get_config_dict(),
+        "results": {name: result.to_dict(teacher) for name, result in pooled.items()},
+    }
+
+
+def _seeds(records: Sequence[dict[str, Any]]) -> list[int]:
+    return [seed for record in records for seed in record["seeds"]]
+
+
+def clear(output_dir: str | Path) -> None:
+    """Removes a run's folder."""
+    shutil.rmtree(output_dir, ignore_errors=True)

@@ -1,0 +1,150 @@
+"""One distillation as a folder: phases, training, evaluation and the record of it that reports read.
+
+The quickstart and the commands share these steps, so that what the one shows is what the others do.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from .arguments import MODEL_PRESETS, DistillationArguments
+from .data import PixelDataset
+from .modeling_raptor import RaptorModel
+from .phases import Phases, find_phases, layer_similarity
+from .report import environment, read_json, write_json
+from .teachers import Teacher
+from .trainer import RaptorDistillationTrainer
+
+RESULTS_FILE = "results.json"
+PHASES_FILE = "phases.json"
+MODEL_FOLDER = "model"
+
+
+def new_results(title: str, command: str, seed: int) -> dict[str, Any]:
+    """The head of a `results.json`: format, title, command, seed and environment."""
+    return {"format": 1, "title": title, "command": command, "seed": seed, "environment": environment()}
+
+
+def teacher_record(teacher: Teacher) -> dict[str, Any]:
+    """What reports say of a teacher; a folder is named by its last part."""
+    config = teacher.model.config
+    return {
+        "name": public_name(teacher.name_or_path),
+        "model_type": config.model_type,
+        "num_layers": teacher.num_layers,
+        "hidden_size": teacher.hidden_size,
+        "num_parameters": teacher.model.num_parameters(),
+    }
+
+
+def public_name(name_or_path: str) -> str:
+    """A Hub id as it is; of a path only the last part, since reports are shared and paths are private."""
+    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
+
+
+def dataset_record(train: PixelDataset, evaluation: PixelDataset | None) -> dict[str, Any]:
+    """What reports say of the images: name, numbers, and how many damaged ones were left out."""
+    sets = [pixels.images for pixels in (train, evaluation) if pixels is not None]
+    return {
+        "name": public_name(train.images.name),
+        "num_train": len(train),
+        "num_test": 0 if evaluation is None else len(evaluation),
+        "num_skipped": sum(images.num_skipped for images in sets),
+    }
+
+
+def discover_phases(
+    teacher: Teacher,
+    pixels: PixelDataset,
+    num_blocks: tuple[int, ...],
+    path: Path,
+    *,
+    tokens: str = "all",
+    batch_size: int = 32,
+    **options: Any,
+) -> dict[str, Any]:
+    """Similarity of the teacher's layers over `pixels` and its partitions, kept in `path`, or taken from there.
+
+    Args:
+        teacher, pixels: whose states, and on what.
+        num_blocks: the numbers of blocks to find phases for.
+        path: the JSON file.
+        tokens: tokens that are compared, see [`~raptor_hf.layer_similarity`].
+        batch_size: images in a forward pass.
+        options: further arguments of [`~raptor_hf.find_phases`].
+
+    Returns:
+        `{"tokens", "num_images", "similarity", "partitions"}` with a partition for each of `num_blocks`, under its
+        decimal number.
+
+    Raises:
+        ValueError: as the two functions do.
+    """
+    asked = {str(count) for count in num_blocks}
+    if path.is_file() and asked <= set(record := read_json(path))["partitions"]:
+        return record
+    similarity = layer_similarity(teacher.iter_hidden_states(pixels, batch_size), tokens=tokens)
+    partitions = {str(count): find_phases(similarity, count, **options).to_dict() for count in num_blocks}
+    record = {"tokens": tokens, "num_images": len(pixels), "similarity": similarity.tolist(), "partitions": partitions}
+    write_json(path, record)
+    return record
+
+
+def distill(
+    teacher: Teacher,
+    phases: Phases,
+    args: DistillationArguments,
+    train: PixelDataset,
+    evaluation: PixelDataset | None,
+    *,
+    name: str,
+    student: Mapping[str, Any] | None = None,
+) -> tuple[RaptorModel, dict[str, Any]]:
+    """Distils one Raptor into `args.output_dir`, going on with what an interrupted run left there.
+
+    Args:
+        teacher, phases, args: as for [`~raptor_hf.RaptorDistillationTrainer`].
+        train, evaluation: processed images; fidelity is measured on the second, if there is one.
+        name: of the Raptor in reports.
+        student: arguments of [`RaptorModel.from_teacher`] beside those of the preset.
+
+    Returns:
+        the student, saved in `output_dir/model` with its image processor, and its record.
+
+    Raises:
+        ValueError: as the trainer does.
+    """
+    start = time.monotonic()
+    set_seed(args.seed)
+    chosen = {key: value for key, value in (student or {}).items() if value is not None}
+    model = RaptorModel.from_teacher(teacher, phases, **{**MODEL_PRESETS[args.preset], **chosen})
+    trainer = RaptorDistillationTrainer(
+        model, teacher, args, train, evaluation, processing_class=train.processor or teacher.image_processor
+    )
+    result = trainer.train(resume_from_checkpoint=True)
+    if evaluation is not None:
+        trainer.evaluate()
+    trainer.save_model(str(Path(args.output_dir) / MODEL_FOLDER))
+    record = {
+        "name": name,
+        "path": MODEL_FOLDER,
+        "num_blocks": model.config.num_blocks,
+        "block_schedule": list(model.config.block_schedule),
+        "num_parameters": model.num_parameters(),
+        "seeds": [args.seed],
+        "training": {
+            "preset": args.preset,
+            "student": {**MODEL_PRESETS[args.preset], **chosen},
+            "steps": result.global_step,
+            "batch_size": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
+            "learning_rate": args.learning_rate,
+            "seconds": time.monotonic() - start,
+            "history": trainer.history,
+        },
+    }
+    if trainer.fidelity is not None:
+        record["fidelity"] = trainer.fidelity.to_dict()
+    return model, record

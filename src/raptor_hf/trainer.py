@@ -1,0 +1,413 @@
+"""Distillation on top of the Hugging Face Trainer: stages, teacher, logging, evaluation, checkpoints that survive.
+
+The loss itself is in [`RaptorForDistillation`]; this file only feeds it. Two things differ from a plain Trainer:
+`stage="both"` is two runs in sub-folders, and what is saved for use is the inner [`RaptorModel`], not the wrapper that
+checkpoints hold.
+"""
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging
+
+from .arguments import DistillationArguments
+from .data import ImageDataset, PixelDataset, collate_pixels
+from .distillation import STAGES, DistillationOutput, RaptorForDistillation
+from .fidelity import Fidelity, FidelityAccumulator
+from .losses import layer_variances
+from .modeling_raptor import RaptorModel
+from .teachers import Teacher
+
+logger = logging.get_logger(__name__)
+
+STAGE_FILE = "stage.json"
+SCALE_FILE = "loss_scale.json"
+_COMPONENTS = ("tf", "ar", "cls", "reg", "patch")
+
+
+class RaptorDistillationTrainer(Trainer):
+    """Distils a teacher into a [`RaptorModel`] (arXiv 2512.19941, Sec. 3).
+
+    Args:
+        model: the student; [`RaptorModel.from_teacher`] makes it.
+        teacher: a [`Teacher`]. It is never part of the student, of a checkpoint or of the optimiser.
+        args: a [`DistillationArguments`].
+        train_dataset, eval_dataset: datasets of `{"pixel_values": (channels, height, width)}`, or [`ImageDataset`]s,
+            which go through `processing_class`.
+        processing_class: image processor, saved with the model; the teacher's by default.
+        blocks: blocks that learn in stage `"blocks"`; all by default.
+        kwargs: further arguments of `Trainer`.
+
+    Attributes:
+        raptor: the student.
+        fidelity: [`Fidelity`] of the last evaluation.
+        history: log entries of all stages, each with its `"stage"`, steps counted through.
+
+    Raises:
+        ValueError: if the student does not fit the teacher, the training set is smaller than one batch, or more than
+            one GPU would be used without a launcher.
+    """
+
+    loss_is_scaled_for_ga = False  # the loss is a mean over the micro-batch
+
+    def __init__(
+        self,
+        model: RaptorModel,
+        teacher: Teacher,
+        args: DistillationArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        blocks: Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        args = args or DistillationArguments(output_dir="raptor")
+        _check_fit(model, teacher)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs in one process; start one per GPU: accelerate launch -m raptor_hf distill."
+            )
+        self.stage = "end_to_end" if args.stage == "both" else args.stage
+        self.raptor, self.teacher, self.blocks, self.callbacks = model, teacher, blocks, kwargs.get("callbacks")
+        wrapper = RaptorForDistillation(
+            model.config, model, args.objective_for(self.stage), blocks if self.stage == "blocks" else None
+        )
+        processor = teacher.image_processor if processing_class is None else processing_class
+        super().__init__(
+            model=wrapper,
+            args=args,
+            data_collator=kwargs.pop("data_collator", None) or collate_pixels,
+            train_dataset=_as_pixels(train_dataset, processor, args.seed),
+            eval_dataset=_as_pixels(eval_dataset, processor, args.seed),
+            processing_class=processor,
+            **kwargs,
+        )
+        self.model_accepts_loss_kwargs = False
+        self.can_return_loss = True  # evaluation has a loss without labels
+        if not getattr(teacher.model, "_is_accelerate_prepared", False):
+            self.accelerator.prepare_model(teacher.model, device_placement=True, evaluation_mode=True)
+            self.accelerator._models.remove(teacher.model)  # what is listed there is taken for the prepared student
+            teacher.model._is_accelerate_prepared = True
+        self.fidelity: Fidelity | None = None
+        self.history: list[dict[str, Any]] = []
+        self._saving_checkpoint = False
+        self._accumulator: FidelityAccumulator | None = None
+        self._sums: dict[str, torch.Tensor] = {}
+        self._num_summed = 0
+        self._micro_step = 0
+
+    # ---- Training ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Runs the stage, or both of them, each in its own folder of `args.output_dir`.
+
+        Args:
+            resume_from_checkpoint: `True` goes on from the newest complete checkpoint, if there is one, and skips a
+                finished stage; a path goes on from that checkpoint.
+            kwargs: as `Trainer.train`.
+
+        Returns:
+            steps and mean loss; of both stages together with `stage="both"`.
+
+        Raises:
+            ValueError: if there is no training set, or it is smaller than one batch over all processes.
+        """
+        self._check_train_dataset()
+        if self.args.stage == "both":
+            return self._train_both(bool(resume_from_checkpoint), **kwargs)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir, self.args.world_size)
+        self._set_loss_scale(keep=bool(resume_from_checkpoint))
+        self._unprepare()
+        result = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+        self.history = [{"stage": self.stage, **entry} for entry in self.state.log_history]
+        return result
+
+    def _train_both(self, resume: bool, **kwargs: Any) -> TrainOutput:
+        steps, losses, metrics = 0, [], {}
+        self.history = []
+        self._set_loss_scale(keep=resume)
+        for stage, args in self._stage_arguments().items():
+            trainer = type(self)(
+                self.raptor, self.teacher, args, self.train_dataset, self.eval_dataset, self.processing_class,
+                data_collator=self.data_collator, callbacks=copy.copy(self.callbacks),
+            )  # fmt: skip
+            trainer.model.loss_scale = self.model.loss_scale
+            record = trainer._finished() if resume else None
+            if record is None:
+                (Path(args.output_dir) / STAGE_FILE).unlink(missing_ok=True)  # left by a run that is not gone on with
+                result = trainer.train(resume_from_checkpoint=resume, **kwargs)
+                record = {"steps": result.global_step, "loss": result.training_loss, "history": trainer.history}
+                trainer._finish(record)
+            for entry in record["history"]:
+                self.history.append({**entry, "step": entry["step"] + steps})
+            steps += record["steps"]
+            losses.append(record["loss"])
+            metrics.update({f"{stage}_loss": record["loss"], f"{stage}_steps": record["steps"]})
+        self.state.log_history, self.state.global_step = self.history, steps
+        return TrainOutput(steps, losses[-1], metrics)
+
+    def _stage_arguments(self) -> dict[str, DistillationArguments]:
+        shares = {"blocks": self.args.blocks_share, "end_to_end": 1.0 - self.args.blocks_share}
+        stages = {}
+        for stage in STAGES:
+            if shares[stage] == 0:
+                continue
+            args = copy.copy(self.args)
+            args.stage = stage
+            args.output_dir = str(Path(self.args.output_dir) / stage)
+            args.push_to_hub = False
+            if args.max_steps > 0:
+                done = round(args.max_steps * shares["blocks"])
+                args.max_steps = max(1, done if stage == "blocks" else args.max_steps - done)
+            args.num_train_epochs = args.num_train_epochs * shares[stage]
+            stages[stage] = args
+        return stages
+
+    def _finish(self, record: dict[str, Any]) -> None:
+        """Leaves what a finished stage is known by: its model, then the record of it."""
+        output_dir = Path(self.args.output_dir)
+        self.save_model(str(output_dir / "model"))
+        if self.args.should_save:
+            partial = output_dir / f"{STAGE_FILE}.partial"
+            partial.write_text(json.dumps(record))
+            partial.replace(output_dir / STAGE_FILE)
+        self.accelerator.wait_for_everyone()
+
+    def _finished(self) -> dict[str, Any] | None:
+        """Record of this stage if an earlier run finished it; the student then gets the weights it ended with."""
+        path = Path(self.args.output_dir) / STAGE_FILE
+        if not path.is_file():
+            return None
+        logger.warning(f"Stage {self.stage} is finished already; its model is used.")
+        trained = RaptorModel.from_pretrained(path.parent / "model", dtype=self.raptor.dtype)
+        self.raptor.load_state_dict(trained.state_dict())
+        return json.loads(path.read_text())
+
+    def _check_train_dataset(self) -> None:
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset; give one to the trainer.")
+        batch = self.args.per_device_train_batch_size * self.args.world_size
+        size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        if size is not None and size < batch and self.args.dataloader_drop_last:
+            raise ValueError(
+                f"{size} training images are fewer than one batch of {batch} (per_device_train_batch_size="
+                f"{self.args.per_device_train_batch_size}, {self.args.world_size} processes); lower the batch size."
+            )
+
+    def _set_loss_scale(self, keep: bool) -> None:
+        """Variances of the teacher's states from a seeded choice of training images: computed once by rank 0, stored
+        with the run and the same from then on; `keep` takes the stored ones of a run that is gone on with.
+        """
+        if self.args.loss_scale != "layer_variance" or self.model.loss_scale is not None:
+            return
+        path = Path(self.args.output_dir) / SCALE_FILE
+        if self.is_world_process_zero() and not (keep and path.is_file()):
+            size = len(self.train_dataset)
+            order = np.random.default_rng(self.args.seed).permutation(size)[: self.args.loss_scale_images]
+            images = [self.train_dataset[int(index)] for index in order]
+            states = self.teacher.iter_hidden_states(images, self.args.per_device_train_batch_size)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(layer_variances(states, self.teacher.layout)))
+        self.accelerator.wait_for_everyone()
+        self.model.loss_scale = json.loads(path.read_text())
+
+    def _unprepare(self) -> None:
+        """An evaluation before training marks the student as prepared without wrapping it: DDP would be left out."""
+        if self.args.world_size > 1 and self.model_wrapped is self.model:
+            self.accelerator.free_memory()
+            self.model._is_accelerate_prepared = False
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weight decay acts on the blocks' matrices: not on norms, biases, LayerScale, tokens or depth scales."""
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if "blocks." in name and parameter.ndim >= 2 and "depth_scale" not in name
+        ]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Teacher's states of the batch, then one pass of the wrapped student.
+
+        Args:
+            model: the wrapped student, as the Trainer hands it over.
+            inputs: a batch with `pixel_values`; labels are not used.
+            return_outputs: also return `{"loss", "pooled"}`, the student's image features
+                `(batch_size, 2 * hidden_size)`.
+            num_items_in_batch: not used, the loss is a mean.
+        """
+        states = self.teacher.hidden_states(inputs["pixel_values"].to(self.teacher.device))
+        if model.training:
+            loss = self._training_loss(model, states)
+            return (loss, {"loss": loss}) if return_outputs else loss
+        outputs: DistillationOutput = model(states, rollout=True)
+        if self._accumulator is not None:
+            self._accumulator.update(outputs.student_states, states)
+        if not return_outputs:
+            return outputs.loss
+        with torch.no_grad():
+            pooled = self.teacher.layout.pool(self.raptor.layernorm(outputs.student_states[-1]))
+        return outputs.loss, {"loss": outputs.loss, "pooled": pooled}
+
+    def _training_loss(self, model: nn.Module, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        step = self.state.global_step
+        weight = self.args.teacher_forcing_weight(self.stage, step, self.state.max_steps)
+        next_step = step + 1
+        logs = next_step % max(1, int(self.state.logging_steps)) == 0 or (self.args.logging_first_step and step == 0)
+        outputs: DistillationOutput = model(
+            states, teacher_forcing_weight=weight, noise_seed=self._noise_seed(), return_states=logs
+        )
+        values = {name: getattr(outputs, name) for name in _COMPONENTS if getattr(outputs, name) is not None}
+        values["lambda"] = torch.tensor(weight, device=outputs.loss.device)
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._num_summed += 1
+        if logs:
+            self._sums.update(_batch_r2(outputs.student_states, states))
+        return outputs.loss
+
+    def _noise_seed(self) -> int:
+        """Seed of the input noise of this micro-step, from the step and not from a generator that a resume shifts."""
+        self._micro_step = (self._micro_step + 1) % self.args.gradient_accumulation_steps
+        key = (self.args.seed, self.state.global_step, self._micro_step, self.args.process_index)
+        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Stage `"blocks"` clips every block on its own, which equals training the blocks apart."""
+        if self.stage != "blocks":
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        norms = [
+            nn.utils.clip_grad_norm_(block.parameters(), self.args.max_grad_norm)
+            for number, block in enumerate(self.raptor.blocks)
+            if number in self.model.trained_blocks
+        ]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the loss's components, averaged since the last log, and the R2 per layer of the last batch."""
+        if "loss" in logs and self._num_summed:
+            for name, value in self._sums.items():
+                count = 1 if name.startswith("r2_layer_") else self._num_summed
+                logs[name] = float(self.accelerator.reduce(value / count, reduction="mean"))
+            self._sums, self._num_summed = {}, 0
+        super().log(logs, start_time)
+
+    # ---- Evaluation ----
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As the Trainer's, with the fidelity of the whole student run from state 0, in both stages.
+
+        Adds `eval_r2` (mean over layers, all tokens), `eval_r2_last`, `eval_cosine` and per layer
+        `eval_r2_layer_{l}`; the full [`Fidelity`] is kept in `self.fidelity`.
+        """
+        self._accumulator = FidelityAccumulator(self.raptor.config.num_hidden_layers, self.teacher.layout)
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            self._accumulator.reduce(lambda sums: self.accelerator.reduce(sums, reduction="sum"))
+            self.fidelity = fidelity = self._accumulator.compute()
+        finally:
+            self._accumulator = None
+        cosine = fidelity.cosine["all"]
+        metrics = {"r2": fidelity.mean_r2(), "r2_last": fidelity.last_r2(), "cosine": sum(cosine) / len(cosine)}
+        metrics.update({f"r2_layer_{layer}": value for layer, value in enumerate(fidelity.r2["all"], start=1)})
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    # ---- Saving ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saving_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving_checkpoint = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """A checkpoint holds the wrapper; everything else is the student alone, with its image processor."""
+        if self._saving_checkpoint:
+            super()._save(output_dir, state_dict)
+            return
+        if not self.args.should_save:
+            return
+        if state_dict is not None:
+            state_dict = {name.removeprefix("raptor."): value for name, value in state_dict.items()}
+        output_dir = output_dir or self.args.output_dir
+        self.raptor.save_pretrained(output_dir, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(output_dir)
+
+
+def last_complete_checkpoint(output_dir: str | Path, world_size: int = 1) -> str | None:
+    """Newest checkpoint of a run that can be resumed; newer half-written ones are deleted.
+
+    The Trainer writes `trainer_state.json` last, so a checkpoint is complete when that file parses and every rank's
+    random state is there.
+
+    Args:
+        output_dir: folder that holds `checkpoint-N` folders.
+        world_size: number of processes.
+    """
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[-1].isdigit()]
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
+        if _is_complete(folder, world_size):
+            return str(folder)
+        if (folder / "optimizer.pt").exists() or not (folder / "trainer_state.json").exists():
+            logger.warning(f"Checkpoint {folder.name} is incomplete, as after an interruption; it is deleted.")
+            shutil.rmtree(folder)
+    return None
+
+
+def _is_complete(folder: Path, world_size: int) -> bool:
+    try:
+        json.loads((folder / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    return all((folder / name).is_file() for name in ("optimizer.pt", "scheduler.pt", *names))
+
+
+def _check_fit(model: RaptorModel, teacher: Teacher) -> None:
+    fields = teacher.config_fields()
+    for name in ("num_hidden_layers", "hidden_size", "num_register_tokens", "patch_size", "image_size"):
+        if getattr(model.config, name) != fields[name]:
+            raise ValueError(
+                f"student with {name}={getattr(model.config, name)} for a teacher with {fields[name]}; make the "
+                "student with RaptorModel.from_teacher(teacher, phases)."
+            )
+
+
+def _as_pixels(dataset: Any, processor: Any, seed: int) -> Any:
+    if not isinstance(dataset, ImageDataset):
+        return dataset
+    if processor is None:
+        raise ValueError("a dataset of images needs a processing_class; this teacher has no image processor.")
+    return PixelDataset(dataset, processor, seed=seed)
+
+
+@torch.no_grad()
+def _batch_r2(student: Sequence[torch.Tensor | None], teacher: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """R2 per layer on one batch, all tokens, without moving a number to the host."""
+    values = {}
+    for layer, (own, target) in enumerate(zip(student, teacher, strict=True)):
+        if layer == 0 or own is None:
+            continue
+        target = target.float()
+        total = (target - target.mean(dim=(0, 1))).square().sum()
+        values[f"r2_layer_{layer}"] = 1 - (own.float() - target).square().sum() / total
+    return values

@@ -1,0 +1,96 @@
+"""Fixtures for all tests: tiny configurations, models and teachers, made in memory, offline, the same in every run."""
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")  # before any import
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from raptor_hf import RaptorConfig, RaptorModel
+from raptor_hf.teachers import FAMILIES, Teacher
+
+torch.set_num_threads(1)  # tiny tensors are slower on several, and sums then do not depend on the machine
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 2, "patch_size": 14, "image_size": 56, "num_hidden_layers": 3}
+
+
+def jitter(model, std=0.1, seed=0):
+    """Moves every weight away from 0 and 1, so that no test passes because something happens to vanish."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_((std * noise).to(parameter.dtype))
+    return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def make_config():
+    """Factory: a tiny `RaptorConfig` with the schedule [0, 0, 1]; keyword arguments replace its fields."""
+
+    def factory(**overrides):
+        fields = {**SIZES, "num_register_tokens": 4, "block_schedule": [0, 0, 1], **overrides}
+        if "num_hidden_layers" not in overrides:
+            fields["num_hidden_layers"] = len(fields["block_schedule"])
+        return RaptorConfig(**fields)
+
+    return factory
+
+
+@pytest.fixture
+def make_model(make_config):
+    """Factory: a tiny model (`model_class`, default `RaptorModel`) in evaluation mode whose weights are all random.
+
+    Keyword arguments are fields of its configuration; `jittered=False` keeps the documented start values.
+    """
+
+    def factory(model_class=RaptorModel, *, jittered=True, **overrides):
+        model = model_class(make_config(**overrides))
+        return jitter(model) if jittered else model.eval()
+
+    return factory
+
+
+@pytest.fixture
+def tiny_config(make_config):
+    """Hidden size 32, 2 heads, patch 14, image 56, 4 registers, schedule [0, 0, 1]."""
+    return make_config()
+
+
+@pytest.fixture
+def tiny_model(make_model):
+    """`RaptorModel` of `tiny_config` with random weights."""
+    return make_model()
+
+
+@pytest.fixture
+def make_teacher():
+    """Factory: `make_teacher(family, **overrides)`, a tiny `Teacher` of 3 layers with random weights.
+
+    `family` is a key of `raptor_hf.teachers.FAMILIES`; overrides are fields of that family's configuration, and
+    `image_processor`.
+    """
+
+    def factory(family="dinov2_with_registers", *, image_processor=None, seed=0, **overrides):
+        fields = dict(SIZES)
+        if family in ("vit", "deit"):
+            fields["intermediate_size"] = 4 * SIZES["hidden_size"]
+        config = AutoConfig.for_model(family, **{**fields, **overrides})
+        model = AutoModel.from_config(config, **FAMILIES[family].load_kwargs)
+        return Teacher(jitter(model, seed=seed), image_processor)
+
+    return factory
+
+
+@pytest.fixture
+def pixels():
+    """Two images of the native size, `(2, 3, 56, 56)`."""
+    return torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,160 @@
+"""The image classifier: its features, its loss, and how it shares checkpoints with the base model."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+
+from raptor_hf import RaptorForImageClassification, RaptorModel
+
+
+@pytest.fixture
+def classifier(make_model):
+    return make_model(RaptorForImageClassification, num_labels=5)
+
+
+def test_logits_are_linear_in_cls_and_mean_patch(classifier, pixels):
+    with torch.no_grad():
+        last = classifier.raptor(pixels).last_hidden_state
+        features = torch.cat([last[:, 0], last[:, 5:].mean(1)], dim=1)
+        expected = F.linear(features, classifier.classifier.weight, classifier.classifier.bias)
+        outputs = classifier(pixels)
+    torch.testing.assert_close(outputs.logits, expected)
+    assert outputs.logits.shape == (2, 5)
+    assert outputs.loss is None
+    assert outputs.hidden_states is None
+    assert outputs.attentions is None
+
+
+@pytest.mark.parametrize("num_registers", [0, 2, 4])
+def test_registers_do_not_reach_the_logits(num_registers, make_model, pixels):
+    """Registers of the normed last state set to 1e6, then one patch: only the patch may show."""
+    model = make_model(RaptorForImageClassification, num_labels=3, num_register_tokens=num_registers)
+    span = slice(0, 0)
+
+    def flood(module, inputs, output):
+        output = output.clone()
+        output[:, span] = 1e6
+        return output
+
+    model.raptor.layernorm.register_forward_hook(flood)
+    with torch.no_grad():
+        plain = model(pixels).logits
+        span = slice(1, 1 + num_registers)
+        assert torch.equal(model(pixels).logits, plain)
+        span = slice(1 + num_registers, 2 + num_registers)
+        assert not torch.allclose(model(pixels).logits, plain, atol=1.0)
+
+
+def test_states_and_attentions_pass_through(classifier, pixels):
+    classifier.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = classifier(pixels, output_hidden_states=True, output_attentions=True)
+        base = classifier.raptor(pixels, output_hidden_states=True, output_attentions=True)
+        early = classifier(hidden_states=base.hidden_states[2], start_layer=2)
+    assert len(outputs.hidden_states) == 4
+    assert len(outputs.attentions) == 3
+    for own, other in zip(
+        (*outputs.hidden_states, *outputs.attentions), (*base.hidden_states, *base.attentions), strict=True
+    ):
+        assert torch.equal(own, other)
+    assert torch.equal(early.logits, outputs.logits)
+
+
+def test_losses(make_model, pixels):
+    labels = torch.tensor([2, 0])
+    model = make_model(RaptorForImageClassification, num_labels=3)
+    outputs = model(pixels, labels=labels)
+    torch.testing.assert_close(outputs.loss, F.cross_entropy(outputs.logits, labels))
+
+    several = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    model = make_model(RaptorForImageClassification, num_labels=3, problem_type="multi_label_classification")
+    outputs = model(pixels, labels=several)
+    torch.testing.assert_close(outputs.loss, F.binary_cross_entropy_with_logits(outputs.logits, several))
+
+    model = make_model(RaptorForImageClassification, num_labels=1)
+    outputs = model(pixels, labels=torch.tensor([0.3, -1.0]))
+    torch.testing.assert_close(outputs.loss, F.mse_loss(outputs.logits.squeeze(1), torch.tensor([0.3, -1.0])))
+
+
+def test_training_lowers_the_loss(make_model, pixels):
+    model = make_model(RaptorForImageClassification, jittered=False, num_labels=2).train()
+    model.raptor.freeze_embeddings()
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    frozen = model.raptor.embeddings.cls_token.clone()
+    labels = torch.tensor([0, 1])
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(pixels, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.9 * losses[0]
+    assert torch.equal(model.raptor.embeddings.cls_token, frozen)
+
+
+@pytest.mark.parametrize("by_configuration", [False, True])
+def test_tuple_output(by_configuration, classifier, pixels):
+    labels = torch.tensor([0, 1])
+    expected = classifier(pixels, labels=labels, output_hidden_states=True)
+    if by_configuration:
+        classifier.config.return_dict = False
+        outputs = classifier(pixels, labels=labels, output_hidden_states=True)
+    else:
+        outputs = classifier(pixels, labels=labels, output_hidden_states=True, return_dict=False)
+    assert isinstance(outputs, tuple)
+    assert torch.equal(outputs[0], expected.loss)
+    assert torch.equal(outputs[1], expected.logits)
+    assert len(outputs[2]) == 4
+
+
+def test_parameter_names(classifier, make_model):
+    base = [f"raptor.{name}" for name in make_model().state_dict()]
+    assert sorted(classifier.state_dict()) == sorted([*base, "classifier.weight", "classifier.bias"])
+    assert classifier.base_model is classifier.raptor
+    assert list(classifier.named_buffers()) == []
+
+
+def test_save_and_load(classifier, pixels, tmp_path):
+    classifier.config.id2label = {0: "a", 1: "b", 2: "c", 3: "d", 4: "e"}
+    classifier.save_pretrained(tmp_path)
+    loaded, info = RaptorForImageClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, value in classifier.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(pixels).logits, classifier(pixels).logits, rtol=1e-6, atol=1e-6)
+    assert loaded.config.id2label[4] == "e"
+
+
+def test_base_checkpoint_into_the_head(tiny_model, tmp_path):
+    tiny_model.save_pretrained(tmp_path)
+    loaded, info = RaptorForImageClassification.from_pretrained(tmp_path, num_labels=7, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert not info["unexpected_keys"]
+    for name, value in tiny_model.state_dict().items():
+        assert torch.equal(loaded.raptor.state_dict()[name], value), name
+    assert loaded.classifier.weight.shape == (7, 64)
+    assert 0.015 < loaded.classifier.weight.std() < 0.025
+    assert not loaded.classifier.bias.any()
+
+
+def test_head_checkpoint_into_the_base(classifier, tmp_path):
+    classifier.save_pretrained(tmp_path)
+    loaded, info = RaptorModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["unexpected_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert not info["missing_keys"]
+    for name, value in classifier.raptor.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_auto_classes(classifier, tiny_config, tmp_path):
+    classifier.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(tiny_config)
+    assert type(AutoModel.from_pretrained(tmp_path)) is RaptorModel
+    assert type(AutoModelForImageClassification.from_pretrained(tmp_path)) is RaptorForImageClassification
+    assert type(AutoModel.from_config(tiny_config)) is RaptorModel
+    assert type(AutoModelForImageClassification.from_config(tiny_config)) is RaptorForImageClassification
