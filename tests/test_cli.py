@@ -506,6 +506,8 @@ def test_flags_override_the_file_wherever_it_stands(config):
 def test_yaml_anchors_and_merges(config):
     file = config("extra: &base {a: 1, b: 2}\nextra_or_file: {<<: *base, b: 3}\n")
     assert options(file) == Options(extra={"a": 1, "b": 2}, extra_or_file={"a": 1, "b": 3})
+    file = config("<<: {max_steps: 3, run_name: base}\nrun_name: own\n")
+    assert options(file) == Options(max_steps=3, run_name="own")
 
 
 @pytest.mark.parametrize(
@@ -643,6 +645,7 @@ def test_help_shows_own_options_before_those_of_the_trainer(flag, capsys):
     assert "--size INT (default: 2)" in words
     assert "--no_average_tokens_across_devices the same as --average_tokens_across_devices false" in words
     assert "--no_use_cpu" not in words
+    assert "--ddp_backend {nccl," in words
 
 
 # Several processes (B71)
@@ -664,6 +667,10 @@ def test_processes_that_do_not_see_each_other_are_refused(variable, monkeypatch)
     require_world_size(1, "distill")
     monkeypatch.setenv(variable, "several")
     require_world_size(1, "distill")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # four machines
+    with pytest.raises(UsageError, match="4 processes were started"):
+        require_world_size(1, "distill")
 
 
 # What is shown

@@ -80,11 +80,11 @@ def test_losses(make_model, pixels):
 def test_training_lowers_the_loss(make_model, pixels):
     model = make_model(RaptorForImageClassification, jittered=False, num_labels=2).train()
     model.raptor.freeze_embeddings()
-    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=3e-4)
     frozen = model.raptor.embeddings.cls_token.clone()
     labels = torch.tensor([0, 1])
     losses = []
-    for _ in range(4):
+    for _ in range(6):
         optimizer.zero_grad()
         loss = model(pixels, labels=labels).loss
         loss.backward()

@@ -247,6 +247,14 @@ def test_bisection_ties_go_to_the_latest_cut():
     assert find_phases(np.ones((8, 8)), 3, method="bisection").repeats == (4, 2, 2)
 
 
+@pytest.mark.parametrize("num_layers", [5, 7, 9, 11, 13])
+def test_bisection_ties_within_rounding_go_to_the_latest_cut(num_layers):
+    for distance in (0.1, 0.3, 0.7):  # both middle cuts separate equally many pairs
+        similarity = np.full((num_layers, num_layers), 1.0 - distance)
+        expected = ((num_layers + 1) // 2, num_layers // 2)
+        assert find_phases(similarity, 2, method="bisection").repeats == expected
+
+
 def test_bisection_cuts_where_a_loop_says():
     rng = np.random.default_rng(2)
     for _ in range(20):

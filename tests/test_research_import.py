@@ -78,5 +78,5 @@ def test_unknown_missing_and_misshapen_weights_are_listed():
 @pytest.mark.parametrize("last_layers", [(10, 7), (0, 7), (7, 12)])
 def test_last_layers_must_increase(last_layers):
     state, _, _ = oracle("gelu")
-    with pytest.raises(ValueError, match="must increase and lie within 1..11"):
+    with pytest.raises(ValueError, match=r"must increase and lie within 1\.\.11"):
         research_config(state, last_layers, 12, 4)

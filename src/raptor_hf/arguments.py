@@ -147,6 +147,8 @@ class DistillationArguments(TrainingArguments):
         for name in ("blocks_share", "teacher_forcing_start", "teacher_forcing_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be positive.")
         if self.stage not in ("both", *STAGES):
             raise ValueError(f"stage={self.stage!r} is unknown; use one of both, {', '.join(STAGES)}.")
         for name, allowed in (

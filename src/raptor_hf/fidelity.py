@@ -218,7 +218,7 @@ class FidelityAccumulator:
         _check_definitions(definitions)
         self.num_layers = num_layers
         self.layout = layout
-        self.definitions = tuple(dict.fromkeys(definitions))
+        self.definitions = tuple(definitions)
         self._num_images = 0
         self._rows: torch.Tensor | None = None  # (num_layers, num_groups, 3 + 3 * hidden_size)
         if hidden_size is not None:

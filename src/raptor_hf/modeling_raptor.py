@@ -100,9 +100,8 @@ class DepthLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` to `(..., out_features)`, in the input's dtype."""
-        # Copied, since a CPU rounds a product with a vector by the operand's address, and loaded weights lie elsewhere.
-        weight = self.weight.to(input.dtype, copy=True)
-        return nn.functional.linear(input, weight, self.bias.to(input.dtype))
+        # A copy, since a CPU rounds matrix times vector by the matrix's address: a loaded weight would give other bits.
+        return nn.functional.linear(input, self.weight.to(input.dtype, copy=True), self.bias.to(input.dtype))
 
 
 class DepthScale(nn.Module):

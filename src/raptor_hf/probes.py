@@ -223,7 +223,8 @@ class LinearProbe:
         )
 
     def _all(self, extract: "_FeatureExtractor", pixels: PixelDataset, description: str) -> tuple[torch.Tensor, ...]:
-        batches = [extract(batch) for batch in tqdm(self._loader(pixels), desc=description, leave=False)]
+        loader = self._loader(pixels, generator=torch.Generator())  # else it would draw from the global generator
+        batches = [extract(batch) for batch in tqdm(loader, desc=description, leave=False)]
         features, labels = zip(*batches, strict=True)
         return torch.cat(features), torch.cat(labels)
 

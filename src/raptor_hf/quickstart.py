@@ -154,7 +154,7 @@ class _InMemory(PixelDataset):
 
 
 def digits_processor() -> BitImageProcessorPil:
-    """Image processor of the digits teacher: the whole image at 16 x 16 pixels, bilinear, black at -1, white at 7 / 3."""
+    """Image processor of the digits teacher: the whole image at 16 x 16 pixels, black at -1, white at 7 / 3."""
     return BitImageProcessorPil(
         do_resize=True,
         size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},

@@ -4,6 +4,7 @@ Every name is mapped explicitly: a weight that has no place here, or a place tha
 it. The research blocks keep torch's LayerNorm eps of 1e-5 and, for SwiGLU, the width `4 * hidden_size`.
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ def research_config(
         ValueError: if the last layers do not increase within `1..num_layers - 1`, or names are unknown.
     """
     bounds = [0, *last_layers, num_layers]
-    repeats = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    repeats = [end - start for start, end in itertools.pairwise(bounds)]
     if min(repeats) < 1:
         raise ValueError(f"last_layers={tuple(last_layers)} must increase and lie within 1..{num_layers - 1}.")
     weights = convert_research_state(state)
@@ -90,7 +91,7 @@ def research_config(
 
 
 def load_research_blocks(model: RaptorModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Loads a research checkpoint into the blocks of `model`, in the model's dtype; embeddings and norm stay as they are.
+    """Loads a research checkpoint into the blocks of `model`, in its dtype; embeddings and norm stay as they are.
 
     Raises:
         ValueError: listing the weights that are missing, unknown or of another shape.

@@ -227,6 +227,15 @@ class RaptorDistillationTrainer(Trainer):
             self.accelerator.free_memory()
             self.model._is_accelerate_prepared = False
 
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        """`dataloader_drop_last` is about training alone: an evaluation counts every image."""
+        drop_last = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drop_last and is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drop_last
+
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay acts on the blocks' matrices: not on norms, biases, LayerScale, tokens or depth scales."""
         return [

@@ -1,0 +1,134 @@
+"""Presets: the two columns of the paper's table as literals, and that a user's value always wins."""
+
+import pytest
+
+from raptor_hf.arguments import MODEL_PRESETS, DistillationArguments
+
+
+def make(**options):
+    return DistillationArguments(output_dir="unused", use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("preset", "values"),
+    [
+        (
+            "paper",
+            {
+                "learning_rate": 1e-4,
+                "weight_decay": 1e-4,
+                "warmup_steps": 0.025,
+                "max_grad_norm": 0.0,
+                "error": "squared",
+                "layer_reduction": "sum",
+                "loss_scale": "none",
+                "teacher_forcing_start": 0.5,
+            },
+        ),
+        (
+            "research",
+            {
+                "learning_rate": 3e-4,
+                "weight_decay": 1e-4,
+                "warmup_steps": 0.032,
+                "max_grad_norm": 1.0,
+                "error": "mse",
+                "layer_reduction": "mean",
+                "loss_scale": "none",
+                "teacher_forcing_start": 1.0,
+            },
+        ),
+        (
+            "recommended",
+            {
+                "learning_rate": 1e-4,
+                "weight_decay": 1e-4,
+                "warmup_steps": 0.025,
+                "max_grad_norm": 0.0,
+                "error": "mse",
+                "layer_reduction": "mean",
+                "loss_scale": "layer_variance",
+                "teacher_forcing_start": 0.5,
+            },
+        ),
+    ],
+)
+def test_presets_are_the_tables_columns(preset, values):
+    args = make(preset=preset)
+    assert {name: getattr(args, name) for name in values} == values
+    assert args.num_train_epochs * args.blocks_share == 20
+    assert args.num_train_epochs * (1 - args.blocks_share) == 20
+    assert args.per_device_train_batch_size == 64
+    assert args.lr_scheduler_type == "cosine_with_min_lr"
+    assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
+    assert args.optim in ("adamw_torch", "adamw_torch_fused")
+    assert args.teacher_forcing_share == 0.25
+    assert args.input_noise_std == 0.0
+    assert args.last_block_weights == [0.34, 0.33, 0.33]
+    assert args.end_to_end_weights == [0.45, 0.10, 0.45]
+    assert args.objective == "hybrid"
+
+
+def test_model_halves_of_the_presets():
+    assert MODEL_PRESETS["paper"] == {"init": "random", "mlp_type": "gelu", "depth_scale_init": "normal"}
+    assert MODEL_PRESETS["research"] == {
+        "init": "random",
+        "mlp_type": "swiglu",
+        "intermediate_size": "research",
+        "depth_scale_init": "normal",
+    }
+    assert MODEL_PRESETS["recommended"] == {"init": "middle", "mlp_type": None, "depth_scale_init": "zeros"}
+
+
+@pytest.mark.parametrize("preset", ["paper", "research", "recommended"])
+def test_what_is_set_wins(preset):
+    args = make(preset=preset, learning_rate=5e-4, error="frobenius", max_grad_norm=0.5, weight_decay=0.0)
+    assert (args.learning_rate, args.error, args.max_grad_norm, args.weight_decay) == (5e-4, "frobenius", 0.5, 0.0)
+
+
+def test_another_schedule_does_not_get_the_presets_arguments():
+    args = make(lr_scheduler_type="linear")
+    assert args.lr_scheduler_type == "linear"
+    assert args.lr_scheduler_kwargs is None
+
+
+def test_lambda_falls_linearly_over_a_share_of_stage_one():
+    args = make(preset="research")
+    weights = [args.teacher_forcing_weight("blocks", step, 100) for step in (0, 5, 10, 24, 25, 99)]
+    assert weights == pytest.approx([1.0, 0.8, 0.6, 0.04, 0.0, 0.0])
+    assert args.teacher_forcing_weight("end_to_end", 0, 100) == 0.0
+    assert make(teacher_forcing_share=0.0).teacher_forcing_weight("blocks", 0, 100) == 0.0
+
+
+def test_defaults_that_distillation_needs():
+    args = make()
+    assert args.remove_unused_columns is False
+    assert args.dataloader_drop_last is True
+    assert args.label_names == []
+    assert make(label_names=["labels"]).label_names == ["labels"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "best"}, "preset='best' is unknown; use one of paper, research, recommended"),
+        ({"stage": "three"}, "stage='three' is unknown; use one of both, blocks, end_to_end"),
+        ({"error": "l1"}, "error='l1' is unknown"),
+        ({"layer_reduction": "max"}, "layer_reduction='max' is unknown"),
+        ({"loss_scale": "norm"}, "loss_scale='norm' is unknown; use one of none, layer_variance"),
+        ({"objective": "x"}, "objective='x' is unknown"),
+        ({"blocks_share": 1.5}, r"blocks_share=1\.5 must lie between 0 and 1"),
+        ({"teacher_forcing_start": -0.1}, r"teacher_forcing_start=-0\.1 must lie between 0 and 1"),
+        ({"teacher_forcing_share": 2.0}, r"teacher_forcing_share=2\.0 must lie between 0 and 1"),
+        ({"learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
+        ({"loss_scale_images": 1}, "loss_scale_images=1: a variance needs at least 2 images"),
+        ({"end_to_end_weights": [1.0, 2.0]}, r"end_to_end_weights=\[1\.0, 2\.0\]: give three weights"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "use_reentrant=True gives weight-tied blocks wrong or no gradients",
+        ),
+    ],
+)
+def test_wrong_values_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
