@@ -14,11 +14,12 @@ STAMP := $(VENV)/.raptor_hf-installed
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
-	@printf '\nPYTHON=python3.12 chooses the interpreter, VENV=DIR the environment, ARGS=... adds arguments.\n'
+	@printf '\nPYTHON=python3.12 chooses the interpreter, VENV=DIR the environment, OUTPUT=DIR the quickstart folder;\n'
+	@printf 'ARGS=... adds arguments, as in: make quickstart ARGS=--overwrite\n'
 
-install: $(STAMP) ## make $(VENV) and install the package with its development tools
+install: $(STAMP) ## make .venv and install the package with its development tools
 
-quickstart: $(STAMP) ## digits, offline: teacher, phases, Raptors, probe, report in $(OUTPUT) (again: ARGS=--overwrite)
+quickstart: $(STAMP) ## digits, offline: teacher, phases, Raptors, probe, report in runs/quickstart
 	$(BIN)/raptor-hf quickstart --output-dir $(OUTPUT) $(ARGS)
 
 test: $(STAMP) ## the test suite, without the slow tests and without network

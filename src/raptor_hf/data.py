@@ -1,17 +1,13 @@
 """Images in, pixel tensors out: the bundled digits, folders, Hub datasets and `datasets.Dataset` objects as one type.
 
-Every source becomes an [`ImageDataset`] of upright 3-channel images, all read by one function, so that a file's mode,
-EXIF tag or damage is treated alike everywhere. [`PixelDataset`] applies the model's own image processor, so that
-training, probes and the saved `preprocessor_config.json` agree.
+Every source becomes an [`ImageDataset`] of upright RGB images read by one function. [`PixelDataset`] applies the model's
+own image processor, so that training, probes and the saved `preprocessor_config.json` agree.
 """
 
 import contextlib
 import copy
 import logging
-import math
-import operator
 import os
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
@@ -20,32 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 logger = logging.getLogger(__name__)
 
-AUGMENTATIONS = ("none", "crop_flip")
-IMAGE_SUFFIXES = frozenset(
-    ".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .jp2 .ppm .pgm .pbm .pnm .tga".split()
-)
+IMAGE_SUFFIXES = tuple(".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .jp2 .ppm .pgm .pbm .pnm .tga".split())
 IMAGE_COLUMNS = ("image", "img", "pixel_values")
 LABEL_COLUMNS = ("label", "labels", "fine_label")
+HELD_OUT = ("test", "testing", "validation", "valid", "val")
 # Names under which a split is looked for, in this order.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "test": ("test", "testing", "validation", "valid", "val"),
-    "validation": ("validation", "valid", "val"),
-}
-_SPLIT_FOLDERS = {folder for folders in SPLIT_NAMES.values() for folder in folders}
+SPLIT_NAMES = {"train": ("train", "training"), "test": HELD_OUT, "validation": HELD_OUT[2:]}
 # What Pillow raises on damaged data; an error that is not about the file is chained, so nothing is hidden.
-_READ_ERRORS: tuple[type[Exception], ...] = (
-    *(OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError),
-    *(AssertionError, struct.error, Image.DecompressionBombError),
-)
-_EXIF_ORIENTATION = 0x0112
-_UPRIGHT = dict(
-    enumerate("FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90".split(), 2)
-)
+_READ_ERRORS = (OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError,
+                AssertionError, struct.error, Image.DecompressionBombError)  # fmt: skip
+_UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation to Image.Transpose
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -56,86 +40,71 @@ def to_rgb(image: Image.Image) -> Image.Image:
     never by the values found. `F` is taken as 0..1 if no value exceeds 1, else as 0..255. Values out of range are
     clipped. CMYK is converted without a colour profile; Pillow has already inverted Adobe's JPEGs.
     """
-    if image.mode.startswith("I"):
-        levels = np.asarray(image).astype(np.float64)
-        return _grey_to_rgb(np.where(levels == image.info.get("transparency", -1), 255, levels / 257))
-    if image.mode == "F":
-        levels = np.nan_to_num(np.asarray(image, dtype=np.float64))
-        return _grey_to_rgb(levels * 255 if levels.max() <= 1 else levels)
+    if image.mode == "F" or image.mode.startswith("I"):
+        levels = np.nan_to_num(np.asarray(image).astype(np.float64))
+        scale = 1 / 257 if image.mode != "F" else 255 if levels.max() <= 1 else 1
+        levels = np.where(levels == image.info.get("transparency", np.nan), 255, levels * scale)
+        return Image.fromarray(np.rint(levels.clip(0, 255)).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _grey_to_rgb(levels: np.ndarray) -> Image.Image:
-    return Image.fromarray(np.rint(levels.clip(0, 255)).astype(np.uint8)).convert("RGB")
-
-
-def _upright_rgb(image: Image.Image) -> Image.Image:
-    image.load()
-    method = None
-    with contextlib.suppress(*_READ_ERRORS):  # broken metadata never make an image unreadable
-        # Not ImageOps.exif_transpose, which also rewrites the metadata and fails where they are broken.
-        method = _UPRIGHT.get(image.getexif().get(_EXIF_ORIENTATION, 1))
-    if method is None:
-        return to_rgb(image)
-    rotated = to_rgb(image).transpose(Image.Transpose[method])
-    rotated.info.clear()  # the tag must not rotate the image a second time
-    return rotated
 
 
 def _decode(value: Any) -> Image.Image:
     """Upright RGB image from a PIL image, file contents, a path, or the `{"bytes", "path"}` of `datasets`."""
     if isinstance(value, Mapping):
         value = value["path"] if value.get("bytes") is None else value["bytes"]
-    if isinstance(value, Image.Image):
-        return _upright_rgb(value)
-    with Image.open(BytesIO(value) if isinstance(value, bytes) else value) as image:
-        return _upright_rgb(image)
+    if not isinstance(value, Image.Image):
+        with Image.open(BytesIO(value) if isinstance(value, bytes) else value) as image:
+            return _decode(image)
+    value.load()
+    method = None
+    with contextlib.suppress(*_READ_ERRORS):  # broken metadata never make an image unreadable
+        # Not ImageOps.exif_transpose, which also rewrites the metadata and fails where they are broken.
+        method = _UPRIGHT.get(value.getexif().get(ExifTags.Base.Orientation, 1))
+    if method is None:
+        return to_rgb(value)
+    rotated = to_rgb(value).transpose(Image.Transpose(method))
+    rotated.info.clear()  # the tag must not rotate the image a second time
+    return rotated
 
 
 class ImageDataset(torch.utils.data.Dataset):
-    """Upright RGB images with class labels; item `i` is `{"image": PIL.Image.Image, "label": int}`.
+    """Upright RGB images (EXIF orientation applied, first frame) as `{"image": PIL.Image.Image, "label": int}`.
 
-    Photos are turned upright by their EXIF orientation, as `datasets` does; of an animation the first frame is read.
-    Items of an unlabelled dataset have no `"label"`. Built by [`load_images`].
+    Without labels the items have no `"label"`. `num_skipped` counts damaged images that were left out on loading.
 
     Args:
-        images (`Sequence`): PIL images, file contents, paths, or the `{"bytes", "path"}` pairs of `datasets`.
-        labels (`list[int]`, *optional*): class of each image, 0-based.
-        label_names (`list[str]`, *optional*): name of each class.
+        images: what has `len` and gives PIL images, file contents, paths, or the `{"bytes", "path"}` of `datasets`.
+        labels, label_names (`list`, *optional*): class of each image, 0-based, and name of each class.
         name (`str`): the dataset's name in reports, without machine paths.
-
-    Attributes:
-        num_skipped (`int`): damaged images that were left out on loading.
+        column: the part of each item of `images` that holds the image, if it is not the item itself.
 
     Raises:
         ValueError: on access, if an image cannot be read; names its path and index.
     """
 
     def __init__(
-        self, images: Any, labels: list[Any] | None = None, label_names: list[str] | None = None, name: str = "images"
-    ) -> None:
+        self, images: Any, labels: list[Any] | None = None, label_names: list[str] | None = None,
+        name: str = "images", column: str | int | None = None,
+    ) -> None:  # fmt: skip
         self.labels, self.label_names, self.name, self.num_skipped = labels, label_names, name, 0
-        self._images, self._rows = images, np.arange(len(images))
+        self._images, self._column, self._rows = images, column, np.arange(len(images))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = int(self._rows[operator.index(index)])
+        row = int(self._rows[index])
         path: Any = None
         try:
-            value = self._images[row]
+            value = self._images[row] if self._column is None else self._images[row][self._column]
             path = value.get("path") if isinstance(value, Mapping) else getattr(value, "filename", value)
             image = _decode(value)
         except _READ_ERRORS as error:
             where = path if isinstance(path, (str, os.PathLike)) and path else f"row {row} of the source"
-            raise ValueError(
-                f"image {index} of {self.name!r} ({where}) cannot be read: {error}; replace it, or load with "
-                "on_error='skip' to leave damaged images out."
-            ) from error
+            damaged = f"image {index} of {self.name!r} ({where}) cannot be read: {error}"
+            raise ValueError(f"{damaged}; replace it, or load with on_error='skip' to leave it out.") from error
         return {"image": image} if self.labels is None else {"image": image, "label": self.labels[index]}
 
     def select(self, indices: Iterable[int]) -> "ImageDataset":
@@ -151,32 +120,24 @@ class ImageDataset(torch.utils.data.Dataset):
         Raises:
             ValueError: if no image can be read.
         """
-        readable, error = [], None
+        readable = []
         for index in range(len(self)):
             try:
                 self[index]
                 readable.append(index)
             except ValueError as damage:
-                error = damage
                 logger.warning("Left out: %s", damage)
         if not readable:
-            raise ValueError(f"none of the {len(self)} images of {self.name!r} can be read.") from error
+            raise ValueError(f"none of the {len(self)} images of {self.name!r} can be read; the log names the causes.")
         subset = self.select(readable)
         subset.num_skipped = self.num_skipped + len(self) - len(readable)
         return subset
 
 
 def load_images(
-    source: Any,
-    *,
-    split: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    on_error: str = "raise",
-    max_images: int | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-) -> ImageDataset:
+    source: Any, *, split: str | None = None, image_column: str | None = None, label_column: str | None = None,
+    on_error: str = "raise", max_images: int | None = None, seed: int = 0, revision: str | None = None,
+) -> ImageDataset:  # fmt: skip
     """Images, and class labels if there are any, from one of four kinds of source.
 
     - `"digits"`: scikit-learn's 1,797 handwritten digits, grey, 8 x 8; `train` 1,437, `test` 360 (stratified, fixed).
@@ -188,15 +149,11 @@ def load_images(
       and `__getitem__` that gives mappings, `(image, label)` pairs or images; it is read once for its labels.
 
     Args:
-        source: see above.
-        split (`str`, *optional*): needed where there are several; digits without it are all digits.
-        image_column (`str`, *optional*): default `image`, `img` or `pixel_values`; for the last two kinds.
-        label_column (`str`, *optional*): default `label`, `labels` or `fine_label`; integers or names. Only -1, the
-            Hub's mark for withheld labels, means unlabelled.
+        source, split: see above; a split is needed where there are several, digits without it are all digits.
+        image_column, label_column (`str`, *optional*): of the last two kinds; default `image`, `img` or `pixel_values`,
+            and `label`, `labels` or `fine_label`. Labels are integers or names; all -1 means unlabelled.
         on_error (`str`): `"raise"` when a damaged image is met, or `"skip"`: [`ImageDataset.without_damaged`] now.
-        max_images (`int`, *optional*): random subset drawn by `seed`, in the source's order, before anything is
-            skipped; a smaller subset is part of a larger one.
-        seed (`int`): of the subset.
+        max_images, seed (`int`): random subset, drawn before any is skipped; part of every larger one.
         revision (`str`, *optional*): commit, tag or branch of a Hub dataset.
 
     Raises:
@@ -207,10 +164,8 @@ def load_images(
     if max_images is not None and max_images < 1:
         raise ValueError(f"max_images={max_images} must be at least 1; leave it out to take all images.")
     columns = (image_column, label_column)
-    if isinstance(source, (str, os.PathLike)):
-        dataset = _from_name(source, split, columns, revision)
-    else:
-        dataset = _from_object(source, split, columns)
+    named = isinstance(source, (str, os.PathLike))
+    dataset = _from_name(source, split, columns, revision) if named else _from_object(source, split, columns)
     if max_images is not None and max_images < len(dataset):
         dataset = dataset.select(np.sort(np.random.default_rng(seed).permutation(len(dataset))[:max_images]).tolist())
     if on_error == "skip":
@@ -223,41 +178,44 @@ def load_images(
 
 
 def _from_name(source: Any, split: str | None, columns: tuple[Any, Any], revision: str | None) -> ImageDataset:
+    folder = Path(source).expanduser()
     if source == "digits":
         return _digits(split)
-    folder = Path(source).expanduser()
     if folder.is_dir():
         return _from_folder(folder, split)
     if folder.exists():
         raise ValueError(f"{source} is a file; pass the folder that holds the images (unpack an archive first).")
-    if not isinstance(source, str) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", source):
+    if not isinstance(source, str) or source.startswith((".", "/", "~")) or len(folder.parts) > 2:
         raise ValueError(f"folder {source} does not exist; check the path, or pass 'digits' or a Hub dataset id.")
-    return _from_object(_load_hub(source, split, revision), None, columns, source)
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(source, split=split, revision=revision)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        why = f"is no folder here and did not load from the Hub ({' '.join(str(error).split())[:300]})"
+        raise ValueError(f"{source!r} {why}; check id, split and login, or pass a folder of images.") from error
+    return _from_object(loaded, None, columns, source)
 
 
 def _digits(split: str | None) -> ImageDataset:
     if split not in (None, "train", "test"):
         raise ValueError(f"split={split!r} of 'digits' does not exist; use 'train' or 'test', or leave it out for all.")
     try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
+        from sklearn import datasets, model_selection
     except ImportError as error:
         raise ValueError("'digits' needs scikit-learn: pip install \"raptor_hf[analysis]\"") from error
-    digits = load_digits()
+    digits = datasets.load_digits()
     images = [Image.fromarray(pixels) for pixels in np.rint(digits.images * (255 / 16)).astype(np.uint8)]
-    dataset = ImageDataset(images, digits.target.tolist(), [str(digit) for digit in range(10)], "digits")
-    if split is None:
-        return dataset
-    train, test = train_test_split(np.arange(len(images)), test_size=360, random_state=0, stratify=digits.target)
-    return dataset.select((train if split == "train" else test).tolist())
+    dataset = ImageDataset(images, digits.target.tolist(), list("0123456789"), "digits")
+    parts = model_selection.train_test_split(range(1797), test_size=360, random_state=0, stratify=digits.target)
+    return dataset if split is None else dataset.select(parts[split == "test"])
 
 
 def _image_files(folder: Path) -> Iterator[str]:
-    """Image files below `folder` in sorted order; hidden ones (macOS leaves `._x.jpg`) are no images."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        for name in sorted(files):
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES:
+        for name in sorted(files):  # macOS leaves hidden files like ._x.jpg, which are no images
+            if not name.startswith(".") and name.lower().endswith(IMAGE_SUFFIXES):
                 yield os.path.join(parent, name)
 
 
@@ -268,7 +226,7 @@ def _image_folders(folder: Path) -> list[str]:
 
 def _from_folder(root: Path, split: str | None) -> ImageDataset:
     name, classes, base = root.resolve().name, _image_folders(root), root
-    splits = [folder for folder in classes if folder.lower() in _SPLIT_FOLDERS]
+    splits = [folder for folder in classes if folder.lower() in {*SPLIT_NAMES["train"], *HELD_OUT}]
     if splits and (len(splits) > 1 or splits == classes):  # one folder "train" among others is a class of vehicles
         base = root / _choose_split(splits, split, name)
         classes = sorted({label for folder in splits for label in _image_folders(root / folder)})
@@ -277,15 +235,13 @@ def _from_folder(root: Path, split: str | None) -> ImageDataset:
     files = list(_image_files(base))
     if not files:
         script = next((f", and its script {path.name} is not run (as datasets >= 4)" for path in root.glob("*.py")), "")
-        raise ValueError(
-            f"folder {base} holds no image{script}; put one sub-folder of images per class there, or train/ and test/ "
-            "with such sub-folders, or images alone."
-        )
+        layout = "put one sub-folder of images per class there, or train/ and test/ with such, or images alone."
+        raise ValueError(f"folder {base} holds no image{script}; {layout}")
     numbers, start = {label: number for number, label in enumerate(classes)}, len(os.path.join(base, ""))
-    labels = [numbers.get(file[start:].split(os.sep, 1)[0], -1) for file in files]
-    if max(labels) == -1:
+    labels = [numbers.get(file[start:].split(os.sep, 1)[0]) for file in files]
+    labelled = [index for index, label in enumerate(labels) if label is not None]
+    if not labelled:
         return ImageDataset(files, name=name)
-    labelled = [index for index, label in enumerate(labels) if label != -1]
     if len(labelled) < len(files):
         logger.warning("%d images of %r lie in no class folder: left out.", len(files) - len(labelled), name)
     return ImageDataset(files, labels, classes, name).select(labelled)
@@ -293,43 +249,11 @@ def _from_folder(root: Path, split: str | None) -> ImageDataset:
 
 def _choose_split(splits: Iterable[Any], split: str | None, name: str) -> Any:
     by_name = {str(candidate).lower(): candidate for candidate in splits}
-    if split is None and len(by_name) == 1:
-        return next(iter(by_name.values()))
-    wanted = str(split).lower()
-    for candidate in SPLIT_NAMES.get(wanted, (wanted,)):
-        if candidate in by_name:
-            return by_name[candidate]
-    raise ValueError(f"split={split!r} of {name!r} does not exist; choose one of: {', '.join(by_name)}.")
-
-
-def _load_hub(source: str, split: str | None, revision: str | None) -> Any:
-    import datasets
-
-    try:
-        return datasets.load_dataset(source, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"{source!r} is no folder here and did not load from the Hub ({' '.join(str(error).split())[:300]}); check "
-            "id, split, network and login, or pass a folder of images or a Dataset that you loaded yourself."
-        ) from error
-
-
-class _Column:
-    """One part of every item of a source: `items[row][key]`, or the item itself if `key` is None."""
-
-    def __init__(self, items: Any, key: Any) -> None:
-        self._items, self._key = items, key
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, row: int) -> Any:
-        return self._items[row] if self._key is None else self._items[row][self._key]
-
-    def get(self, row: int) -> Any:
-        """As indexing, but None where the item cannot be read."""
-        with contextlib.suppress(*_READ_ERRORS):
-            return self[row]
+    asked = next(iter(by_name)) if split is None and len(by_name) == 1 else str(split).lower()
+    found = next((by_name[key] for key in SPLIT_NAMES.get(asked, (asked,)) if key in by_name), None)
+    if found is None:
+        raise ValueError(f"split={split!r} of {name!r} does not exist; choose one of: {', '.join(by_name)}.")
+    return found
 
 
 def _from_object(source: Any, split: str | None, columns: tuple[Any, Any], name: str | None = None) -> ImageDataset:
@@ -337,24 +261,27 @@ def _from_object(source: Any, split: str | None, columns: tuple[Any, Any], name:
         source, split = source[_choose_split(source, split, name or type(source).__name__)], None
     name = name or getattr(getattr(source, "info", None), "dataset_name", None) or type(source).__name__
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise ValueError(
-            f"{name!r} has no length: streaming datasets are not supported here; load it without streaming=True, or "
-            "pass list(dataset.take(n))."
-        )
+        raise ValueError(f"{name!r} has no length: streaming is not supported here; pass list(dataset.take(n)).")
     if split is not None and split != str(getattr(source, "split", None)):
         raise ValueError(f"split={split!r} cannot be taken from one dataset object; pass that split itself.")
     if len(source) == 0:
         raise ValueError(f"dataset {name!r} holds no image; check its split or filter.")
     if hasattr(source, "column_names"):
         return _from_datasets(source, columns, name)
-    rows = range(len(source))
-    first = next((item for item in map(_Column(source, None).get, rows) if item is not None), None)
+    first = next((item for item in _readable(source) if item is not None), None)
     image, label = (0, 1) if isinstance(first, tuple) else (None, None)
     if isinstance(first, Mapping):
         image, label = _find_columns(list(first), columns)
-    values = None if label is None else [_Column(source, label).get(row) for row in rows]
-    labels, names = _class_numbers(values, getattr(source, "classes", None), name)
-    return ImageDataset(_Column(source, image), labels, names, name)
+    values = None if label is None else [None if item is None else item[label] for item in _readable(source)]
+    return ImageDataset(source, *_class_numbers(values, getattr(source, "classes", None), name), name, image)
+
+
+def _readable(source: Any) -> Iterator[Any]:
+    for row in range(len(source)):
+        item = None  # in place of one that cannot be read
+        with contextlib.suppress(*_READ_ERRORS):
+            item = source[row]
+        yield item
 
 
 def _from_datasets(source: Any, columns: tuple[Any, Any], name: str) -> ImageDataset:
@@ -365,10 +292,9 @@ def _from_datasets(source: Any, columns: tuple[Any, Any], name: str) -> ImageDat
     images = source.select_columns([image])
     if isinstance(source.features[image], ImageFeature):
         images = images.cast_column(image, ImageFeature(decode=False))  # a damaged file is then ours to name
-    values, names = (
-        (None, None) if label is None else (source[label][:], getattr(source.features[label], "names", None))
-    )
-    return ImageDataset(_Column(images, image), *_class_numbers(values, names, name), name)
+    values = label and source[label][:]
+    names = label and getattr(source.features[label], "names", None)
+    return ImageDataset(images, *_class_numbers(values, names, name), name, image)
 
 
 def _find_columns(found: list[Any], asked: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -382,27 +308,23 @@ def _find_columns(found: list[Any], asked: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def _class_numbers(values: list[Any] | None, names: list[str] | None, name: str) -> tuple[Any, Any]:
     known = [value for value in values or [] if value is not None]
-    if values is None or all(isinstance(value, (int, np.integer)) and value == -1 for value in known):
-        return None, None
     if all(isinstance(value, str) for value in known):
-        names = sorted(set(known))
-        numbers = {label: number for number, label in enumerate(names)}
-        return [numbers.get(value) for value in values], names
+        names = sorted(set(known)) or None
+        numbers = {label: number for number, label in enumerate(names or [])}
+        return [numbers.get(value) for value in values or []] if names else None, names
     if not all(isinstance(value, (int, np.integer)) for value in known):
         raise ValueError(f"labels of {name!r} are neither integers nor class names; name the right label_column.")
+    if min(known) == max(known) == -1:
+        return None, None
     if min(known) < 0 or (names is not None and max(known) >= len(names)):
         raise ValueError(f"labels of {name!r} run from {min(known)} to {max(known)}; expected 0-based class numbers.")
-    return [value if value is None else int(value) for value in values], names and list(names)
+    return [value if value is None else int(value) for value in values or []], names and list(names)
 
 
 def dinov2_processor(image_size: int = 224) -> Any:
-    """DINOv2's image processor, values written out: `BitImageProcessor`'s defaults are CLIP's mean and deviation.
+    """DINOv2's processor with its values, not its class's CLIP ones: shorter side at 256 / 224 of `image_size`, crop.
 
-    The Pillow backend, so that pixels do not depend on an installed torchvision. It is saved as `BitImageProcessor`;
-    `AutoImageProcessor.from_pretrained(path, backend="pil")` gives this class back.
-
-    Args:
-        image_size (`int`): side of the centre crop in pixels; the shorter side is resized to 256 / 224 of it.
+    Pillow backend, so that pixels do not depend on torchvision; it is saved as `BitImageProcessor`.
 
     Raises:
         ValueError: as [`processor_at_size`].
@@ -410,18 +332,10 @@ def dinov2_processor(image_size: int = 224) -> Any:
     from transformers import BitImageProcessorPil
 
     processor = BitImageProcessorPil(
-        do_convert_rgb=True,
-        do_resize=True,
-        size={"shortest_edge": 256},
-        resample=Image.Resampling.BICUBIC,
-        do_center_crop=True,
-        crop_size={"height": 224, "width": 224},
-        do_rescale=True,
-        rescale_factor=1 / 255,
-        do_normalize=True,
-        image_mean=[0.485, 0.456, 0.406],
-        image_std=[0.229, 0.224, 0.225],
-    )
+        do_convert_rgb=True, do_rescale=True, rescale_factor=1 / 255, do_resize=True, resample=Image.Resampling.BICUBIC,
+        size={"shortest_edge": 256}, do_center_crop=True, crop_size={"height": 224, "width": 224}, do_normalize=True,
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
     return processor_at_size(processor, image_size)
 
 
@@ -434,47 +348,30 @@ def processor_at_size(processor: Any, image_size: int) -> Any:
     Raises:
         ValueError: if `image_size` is not positive, or the processor does not resize, pads, or gives no square.
     """
-    size, crop = dict(getattr(processor, "size", None) or {}), {}
-    if getattr(processor, "do_center_crop", None):
-        crop = dict(processor.crop_size)
+    size = dict(getattr(processor, "size", None) or {})
+    crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else {}
     sides = set((crop or size).values())
     resizes = getattr(processor, "do_resize", None) and set(size) in ({"shortest_edge"}, {"height", "width"})
     if image_size < 1 or not resizes or getattr(processor, "do_pad", None) or len(sides) != 1:
-        raise ValueError(
-            f"image_size={image_size} cannot be set on {type(processor).__name__} (size={size}, crop_size={crop}): it "
-            "must be positive and the processor must resize to a square or a shorter side; else leave image_size out."
-        )
+        tried = f"image_size={image_size} cannot be set on {type(processor).__name__} (size={size}, crop_size={crop})"
+        raise ValueError(f"{tried}: give a positive size, or leave it out where resizing is not to one square or side.")
     adapted, (side,) = copy.deepcopy(processor), sides
     adapted.size = type(processor.size)(**{key: max(1, round(edge * image_size / side)) for key, edge in size.items()})
     if crop or "shortest_edge" in size:
-        adapted.do_center_crop = True
-        adapted.crop_size = type(processor.size)(height=image_size, width=image_size)
+        adapted.do_center_crop, adapted.crop_size = True, type(adapted.size)(height=image_size, width=image_size)
     return adapted
 
 
-def _output_size(processor: Any) -> tuple[int, int] | None:
-    step = "crop_size" if getattr(processor, "do_center_crop", None) else "size"
-    size = dict(getattr(processor, step, None) or {})
-    fixed = set(size) == {"height", "width"} and (step == "crop_size" or getattr(processor, "do_resize", None))
-    return (size["height"], size["width"]) if fixed else None
+def random_crop_box(size: tuple[int, int], rng: np.random.Generator, scale: tuple[float, float]) -> tuple[int, ...]:
+    """Box `(left, top, right, bottom)` of a RandomResizedCrop in an image of `size` `(width, height)`, in pixels.
 
-
-def random_crop_box(
-    size: tuple[int, int], rng: np.random.Generator, scale: tuple[float, float] = (0.08, 1.0)
-) -> tuple[int, int, int, int]:
-    """Box `(left, top, right, bottom)` of a RandomResizedCrop: area uniform in `scale`, log-uniform ratio 3/4..4/3.
-
-    After ten boxes that do not fit, the largest centred one within the ratios, as torchvision does.
-
-    Args:
-        size (`tuple[int, int]`): width and height of the image in pixels.
-        rng (`numpy.random.Generator`): the only source of randomness.
-        scale (`tuple[float, float]`): least and greatest share of the image's area.
+    Its share of the area is uniform in `scale`, its ratio log-uniform in 3/4..4/3. After ten boxes that do not fit it
+    is the largest centred one within the ratios, as in torchvision.
     """
     width, height = size
     for _ in range(10):
-        area, ratio = width * height * rng.uniform(*scale), math.exp(rng.uniform(-1, 1) * math.log(4 / 3))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        area, ratio = width * height * rng.uniform(*scale), np.exp(rng.uniform(-1, 1) * np.log(4 / 3))
+        w, h = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
             return left, top, left + w, top + h
@@ -486,48 +383,32 @@ def random_crop_box(
 class PixelDataset(torch.utils.data.Dataset):
     """Images through a model's image processor; item `i` is `{"pixel_values": float (3, height, width), "label": int}`.
 
-    Training and evaluation input of arXiv 2512.19941, App. A.4: `augment="crop_flip"` is its RandomResizedCrop with
-    horizontal flip, `"none"` the processor's own resize and crop. Augmentation is drawn from (seed, epoch, index)
-    alone, so that workers, order, prefetching and resuming do not change it.
+    `augment="crop_flip"` is the RandomResizedCrop and horizontal flip of arXiv 2512.19941, App. A.4, after which the
+    processor only rescales and normalises. It is drawn from (seed, epoch, index) alone, whatever the workers and order.
 
     Args:
-        images ([`ImageDataset`]): what to read.
-        processor (`BaseImageProcessor`): the model's; with `"crop_flip"` it only rescales and normalises.
-        image_size (`int`, *optional*): side in pixels in place of the processor's, see [`processor_at_size`].
-        augment (`str`): `"none"` or `"crop_flip"`.
-        scale (`tuple[float, float]`): share of the area that a crop keeps.
-        seed (`int`): of the augmentation, 0 or more.
-
-    Attributes:
-        processor (`BaseImageProcessor`): the one in use, adapted to `image_size`; the one to save.
-        size (`tuple[int, int]`): height and width of every item; None if the processor leaves it to the image.
+        images, processor: an [`ImageDataset`] and the model's image processor.
+        image_size (`int`, *optional*): side in pixels; `processor` then becomes [`processor_at_size`]'s copy.
+        augment, scale, seed: `"none"` or `"crop_flip"`, share of the area that a crop keeps, and seed (0 or more).
 
     Raises:
         ValueError: if an argument is out of range, or (on access) the processor gives another size.
     """
 
     def __init__(
-        self,
-        images: ImageDataset,
-        processor: Any,
-        *,
-        image_size: int | None = None,
-        augment: str = "none",
-        scale: tuple[float, float] = (0.08, 1.0),
-        seed: int = 0,
-    ) -> None:
-        if augment not in AUGMENTATIONS or not 0 < scale[0] <= scale[1] <= 1 or seed < 0:
-            raise ValueError(
-                f"augment={augment!r}, scale={scale}, seed={seed}: use augment 'none' or 'crop_flip', 0 < scale[0] <= "
-                "scale[1] <= 1 and a seed of 0 or more."
-            )
+        self, images: ImageDataset, processor: Any, *, image_size: int | None = None, augment: str = "none",
+        scale: tuple[float, float] = (0.08, 1.0), seed: int = 0,
+    ) -> None:  # fmt: skip
+        if augment not in ("none", "crop_flip") or not 0 < scale[0] <= scale[1] <= 1 or seed < 0:
+            rule = "use augment 'none' or 'crop_flip', 0 < scale[0] <= scale[1] <= 1 and seed >= 0."
+            raise ValueError(f"augment={augment!r}, scale={scale}, seed={seed}: {rule}")
         self.images, self.augment, self.scale, self.seed = images, augment, scale, seed
         self.processor = processor if image_size is None else processor_at_size(processor, image_size)
-        self.size = _output_size(self.processor)
+        last = "crop_size" if getattr(self.processor, "do_center_crop", None) else "size"
+        size = dict(getattr(self.processor, last, None) or {})
+        self.size = (size["height"], size["width"]) if set(size) == {"height", "width"} else None
         if augment == "crop_flip" and self.size is None:
-            raise ValueError(
-                "augment='crop_flip' needs one output size, but the processor names none; pass image_size."
-            )
+            raise ValueError("augment='crop_flip' needs one size, but the processor names none; pass image_size.")
         # Shared memory, so that workers that outlive an epoch see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -540,26 +421,18 @@ class PixelDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         item = self.images[index]
-        if self.augment == "none":
-            pixels = self.processor(item.pop("image"), return_tensors="pt")["pixel_values"][0]
-        else:
-            image = self._crop_and_flip(item.pop("image"), range(len(self))[index])
-            prepared = self.processor(image, do_resize=False, do_center_crop=False, return_tensors="pt")
-            pixels = prepared["pixel_values"][0]
+        image, options = item.pop("image"), dict[str, Any]()
+        if self.augment == "crop_flip" and self.size is not None:
+            options = {"do_resize": False, "do_center_crop": False}
+            rng = np.random.default_rng([self.seed, int(self._epoch), range(len(self))[index]])
+            box = random_crop_box(image.size, rng, self.scale)
+            image = image.resize(self.size[::-1], getattr(self.processor, "resample", None), box)
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image
+        pixels = self.processor(image, return_tensors="pt", **options)["pixel_values"][0]
         if len(pixels) != 3 or self.size not in (None, tuple(pixels.shape[1:])):
-            raise ValueError(
-                f"{type(self.processor).__name__} made {tuple(pixels.shape)} of image {index}, expected 3 channels and "
-                f"size {self.size}; use a processor that follows its size and crop_size."
-            )
+            made = f"{type(self.processor).__name__} made {tuple(pixels.shape)} of image {index}"
+            raise ValueError(f"{made}, expected 3 channels of {self.size}; use one that follows its size.")
         return {"pixel_values": pixels, **item}
-
-    def _crop_and_flip(self, image: Image.Image, index: int) -> Image.Image:
-        rng = np.random.default_rng([self.seed, int(self._epoch), index])
-        height, width = self.size  # type: ignore[misc]
-        resample = getattr(self.processor, "resample", None)
-        resample = Image.Resampling.BICUBIC if resample is None else Image.Resampling(resample)
-        image = image.resize((width, height), resample, box=random_crop_box(image.size, rng, self.scale))
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image
 
 
 def collate_pixels(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ def discover_phases(
         ValueError: as the two functions do.
     """
     asked = {str(count) for count in num_blocks}
-    if path.is_file() and asked <= set(record := read_json(path))["partitions"]:
+    if path.is_file() and asked <= set((record := read_json(path))["partitions"]):
         return record
     similarity = layer_similarity(teacher.iter_hidden_states(pixels, batch_size), tokens=tokens)
     partitions = {str(count): find_phases(similarity, count, **options).to_dict() for count in num_blocks}

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         ["teacher"],
         description=__doc__,
     )
-    require_world_size(PartialState(cpu=args.use_cpu or None).num_processes, "distill")
+    require_world_size(PartialState(cpu=args.use_cpu).num_processes, "distill")
     output_dir = Path(args.output_dir)
     check_finished(output_dir, student.overwrite)
     if student.overwrite and is_main_process():

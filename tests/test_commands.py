@@ -1,0 +1,196 @@
+"""The commands from the outside: real folders in, tables, files and exit codes out."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raptor_hf import RaptorModel
+from raptor_hf.cli import COMMANDS, main
+from raptor_hf.cli.report import merge_results
+from raptor_hf.data import dinov2_processor
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """An ImageFolder of two classes, red and blue, 12 images to train on and 6 to test."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("test", 3)):
+        for channel, name in ((0, "red"), (2, "blue")):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(0, 90, (40, 36, 3), dtype=np.uint8)
+                pixels[..., channel] += 160
+                Image.fromarray(pixels).save(folder / f"{index}.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def teacher(make_teacher, tmp_path):
+    folder = tmp_path / "teacher"
+    made = make_teacher(num_hidden_layers=4, image_size=28)
+    made.model.save_pretrained(folder)
+    dinov2_processor(28).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def distilled(teacher, photos, tmp_path, capsys):
+    code = main([
+        "distill", str(teacher), "--dataset", str(photos), "--num-blocks", "2", "--max-steps", "4",
+        "--per-device-train-batch-size", "4", "--use-cpu", "--output-dir", str(tmp_path / "run"),
+    ])  # fmt: skip
+    assert code == 0, capsys.readouterr().err
+    return tmp_path / "run"
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert f"raptor-hf {command}" in capsys.readouterr().out
+
+
+def test_phases(teacher, photos, tmp_path, capsys):
+    argv = [
+        "phases",
+        str(teacher),
+        "--dataset",
+        str(photos),
+        "--num-blocks",
+        "2,4",
+        "--output-dir",
+        str(tmp_path / "p"),
+    ]
+    assert main(argv) == 0
+    assert "1 | 2 | 3 | 4" in capsys.readouterr().out
+    record = results(tmp_path / "p")["phases"]
+    assert list(record["partitions"]) == ["2", "4"]
+    assert np.allclose(np.diag(record["similarity"]), 1)
+    assert (tmp_path / "p" / "report.html").is_file()
+    assert main(argv) == 2
+    assert "holds a finished run; give --overwrite" in capsys.readouterr().err
+    assert main([*argv, "--overwrite"]) == 0
+
+
+def test_distill_makes_a_model_a_report_and_a_table(distilled, capsys):
+    model = RaptorModel.from_pretrained(distilled / "model")
+    assert model.config.num_blocks == 2
+    written = results(distilled)
+    assert written["models"][0]["training"]["steps"] == 4
+    assert written["dataset"] == {"name": "photos", "num_train": 12, "num_test": 6, "num_skipped": 0}
+    assert written["phases"]["num_images"] == 12
+    assert "raptor-k2" in (distilled / "report.html").read_text()
+
+
+def test_distill_goes_on_after_an_interruption_and_says_when_it_is_done(distilled, teacher, photos, capsys):
+    before = (distilled / "model" / "model.safetensors").read_bytes()
+    argv = [
+        "distill", str(teacher), "--dataset", str(photos), "--num-blocks", "2", "--max-steps", "4",
+        "--per-device-train-batch-size", "4", "--use-cpu", "--output-dir", str(distilled),
+    ]  # fmt: skip
+    assert main(argv) == 2
+    assert "finished run" in capsys.readouterr().err
+    (distilled / "results.json").unlink()  # as if it had been stopped after training
+    assert main(argv) == 0
+    assert (distilled / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_distill_from_a_file_with_repeats_or_earlier_phases(teacher, photos, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"teacher: {teacher}\ndataset: {photos}\nrepeats: [3, 1]\nmax_steps: 2\nlearning_rate: 3e-4\n"
+        f"per_device_train_batch_size: 4\nuse_cpu: yes\neval_split: null\noutput_dir: {tmp_path / 'a'}\n"
+    )
+    assert main(["distill", str(config), "--init", "last"]) == 0, capsys.readouterr().err
+    entry = results(tmp_path / "a")["models"][0]
+    assert entry["block_schedule"] == [0, 0, 0, 1]
+    assert entry["training"]["student"]["init"] == "last"
+    assert entry["training"]["learning_rate"] == 3e-4
+    assert main(["phases", str(teacher), "--dataset", str(photos), "--output-dir", str(tmp_path / "p")]) == 0
+    argv = ["distill", str(config), "--output-dir", str(tmp_path / "b"), "--phases", str(tmp_path / "p")]
+    assert main(argv) == 2
+    assert "--repeats and --phases exclude each other" in capsys.readouterr().err
+    config.write_text(config.read_text().replace("repeats: [3, 1]\n", "num_blocks: 3\n"))
+    assert main(argv) == 0
+    found = results(tmp_path / "p")["phases"]["partitions"]["3"]["block_schedule"]
+    assert results(tmp_path / "b")["models"][0]["block_schedule"] == found
+    assert main([*argv, "--overwrite", "--num-blocks", "1"]) == 2
+    assert "has no partition into 1 blocks, only 2, 3, 4" in capsys.readouterr().err
+
+
+def test_probe_of_teacher_raptor_and_random(distilled, teacher, photos, tmp_path, capsys):
+    argv = [
+        "probe", str(distilled / "model"), "--reference", str(teacher), "--random-baseline", "--dataset", str(photos),
+        "--augment", "none", "--learning-rate", "0.1", "--num-epochs", "30", "--batch-size", "4", "--num-seeds", "2",
+        "--output-dir", str(tmp_path / "probe"),
+    ]  # fmt: skip
+    assert main(argv) == 0, capsys.readouterr().err
+    assert "retained" in capsys.readouterr().out
+    outcome = results(tmp_path / "probe")["probe"]["results"]
+    assert set(outcome) == {"teacher", "model", "random"}
+    assert outcome["teacher"]["mean"] == 1.0
+    assert outcome["model"]["retained"] == outcome["model"]["mean"]
+    assert outcome["model"]["num_scored"] == 6
+    assert len(outcome["random"]["accuracy"]) == 2
+
+
+def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_path, capsys):
+    (photos / "train" / "red" / "0.png").write_bytes(b"not an image")
+    argv = ["probe", str(teacher), "--dataset", str(photos), "--augment", "none", "--num-epochs", "1"]
+    assert main([*argv, "--output-dir", str(tmp_path / "a")]) == 2
+    error = capsys.readouterr().err
+    assert "0.png" in error
+    assert "Traceback" not in error
+    assert main([*argv, "--output-dir", str(tmp_path / "b"), "--on-error", "skip"]) == 0
+    assert results(tmp_path / "b")["probe"]["results"]["teacher"]["num_skipped"] == 1
+
+
+def test_report_joins_runs(distilled, tmp_path, capsys):
+    assert main(["report", str(distilled), "--output-dir", str(tmp_path / "page")]) == 0
+    assert "raptor-k2" in capsys.readouterr().out
+    assert (tmp_path / "page" / "report.html").is_file()
+    assert main(["report", str(tmp_path / "nothing")]) == 2
+    assert "no results.json in" in capsys.readouterr().err
+
+
+def test_merging_collects_models_and_probes_and_keeps_the_first(capsys):
+    one = {"title": "a", "models": [{"name": "k2"}], "probe": {"results": {"teacher": 1}}}
+    two = {"title": "b", "models": [{"name": "k2"}, {"name": "k3"}], "probe": {"results": {"teacher": 2, "k3": 3}}}
+    merged = merge_results([one, two])
+    assert merged["title"] == "a"
+    assert [model["name"] for model in merged["models"]] == ["k2", "k3"]
+    assert merged["probe"]["results"] == {"teacher": 1, "k3": 3}
+    assert "two models are called k2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["phases"], "no teacher given"),
+        (["probe"], "no model given"),
+        (["report"], "no run folder given"),
+        (["probe", "x", "--random-baseline"], "--random_baseline needs --reference"),
+        (["distill", "/no/such/teacher", "--use-cpu"], "cannot be loaded"),
+        (["distill", "x", "--preset", "best"], "preset"),
+        (["distill", "x", "--learning-rate", "fast"], "learning_rate"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_run_of_several_processes_that_train_alone_is_refused(teacher, photos, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = ["distill", str(teacher), "--dataset", str(photos), "--output-dir", str(tmp_path / "r")]
+    assert main(argv) == 2
+    assert "accelerate launch --multi_gpu --num_processes 2" in capsys.readouterr().err
