@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -270,10 +271,11 @@ def test_exit_inside_a_command_becomes_a_code(code, expected, command, capsys):
     assert capsys.readouterr().err == ("no luck\n" if code == "no luck" else "")
 
 
-def test_reader_of_stdout_that_went_away_is_no_traceback(monkeypatch):
+@pytest.mark.parametrize("buffering", [-1, 0])
+def test_reader_of_stdout_that_went_away_is_no_traceback(buffering, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "w") as stdout:
+    with io.TextIOWrapper(os.fdopen(writer, "wb", buffering), write_through=buffering == 0) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert cli.main(["--help"]) == 1
         stdout.write("more")  # goes nowhere, and neither it nor closing complains

@@ -287,7 +287,7 @@ def test_digits_have_the_documented_splits():
 def test_digits_errors_name_the_remedy(monkeypatch):
     with pytest.raises(ValueError, match="split='val' of 'digits' does not exist; use 'train' or 'test'"):
         load_images("digits", split="val")
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ValueError, match=r'pip install "raptor_hf\[analysis\]"'):
         load_images("digits")
 

@@ -1,7 +1,9 @@
 """The tied model: its formula, its contract over all variants, its files, and how it starts from a teacher."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,6 +325,11 @@ def test_start_values(start, make_model):
     assert moved == 0 if start == "zeros" else 0 < moved < 0.005  # App. A.3: up to 0.004 at layer 12
 
 
+def test_model_needs_no_teacher_to_be_loaded(make_model, tmp_path):
+    make_model(teacher_name_or_path="org/gone", teacher_revision="abc").save_pretrained(tmp_path)
+    assert RaptorModel.from_pretrained(tmp_path).config.teacher_name_or_path == "org/gone"
+
+
 def test_meta_device(tiny_config, tiny_model):
     with torch.device("meta"):
         model = RaptorModel(tiny_config)
@@ -350,8 +357,9 @@ def test_identical_in_a_fresh_process_that_imports_nothing_heavy(make_model, pix
     model = make_model()
     model.save_pretrained(tmp_path)
     torch.save({"pixels": pixels, "states": states_of(model, pixels)}, tmp_path / "expected.pt")
-    code = "import torch; torch.set_num_threads(1)" + FRESH_PROCESS
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", "import torch; torch.set_num_threads(1)" + FRESH_PROCESS, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(modeling.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 

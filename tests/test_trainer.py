@@ -374,3 +374,49 @@ def test_checkpoints_hold_the_wrapper_and_models_the_student(make_trainer, tmp_p
     for folder in (checkpoint, tmp_path / "model"):
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         assert dict(processor.crop_size) == {"height": 28, "width": 28}
+
+
+def test_pushing_sends_the_student_and_its_processor_alone(make_trainer, monkeypatch):
+    trainer = make_trainer("raptor-k2", hub_model_id="org/raptor-k2")
+    sent = []
+    for item in (trainer.raptor, trainer.processing_class):
+        monkeypatch.setattr(
+            item,
+            "push_to_hub",
+            lambda repo_id, _item=item, **kwargs: sent.append((_item, repo_id, kwargs)),
+            raising=False,
+        )
+    trainer.push_to_hub(private=True)
+    options = {"commit_message": "End of training", "private": True}
+    assert sent == [
+        (trainer.processing_class, "org/raptor-k2", options),
+        (trainer.raptor, "org/raptor-k2", options),
+    ]
+
+
+# ---- streams and changed batches ----
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def test_a_stream_needs_steps_and_runs_exactly_these(make_trainer, images):
+    with pytest.raises(ValueError, match=r"needs a number of steps; set max_steps \(--max_steps\)"):
+        make_trainer(train=Stream(images), max_steps=-1).train()
+    trainer = make_trainer(train=Stream(images), max_steps=3, stage="end_to_end")
+    assert trainer.train().global_step == 3
+
+
+def test_resuming_with_another_batch_size_keeps_the_number_of_steps(make_trainer):
+    options = {"stage": "end_to_end", "max_steps": -1, "num_train_epochs": 2.0}
+    first = make_trainer(
+        "run", callbacks=[StopAt(2)], per_device_train_batch_size=1, gradient_accumulation_steps=4, **options
+    )
+    first.train()
+    resumed = make_trainer("run", per_device_train_batch_size=4, gradient_accumulation_steps=1, **options)
+    assert resumed.train(resume_from_checkpoint=True).global_step == first.state.max_steps == 8

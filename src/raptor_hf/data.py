@@ -1,7 +1,7 @@
 """Images in, pixel tensors out: the bundled digits, folders, Hub datasets and `datasets.Dataset` objects as one type.
 
-Every source becomes an [`ImageDataset`] of upright RGB images read by one function. [`PixelDataset`] applies the model's
-own image processor, so that training, probes and the saved `preprocessor_config.json` agree.
+Every source becomes an [`ImageDataset`] of upright RGB images read by one function. [`PixelDataset`] applies the
+model's own image processor, so that training, probes and the saved `preprocessor_config.json` agree.
 """
 
 import contextlib

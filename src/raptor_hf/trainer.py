@@ -6,6 +6,7 @@ checkpoints hold.
 """
 
 import copy
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
 from .arguments import DistillationArguments
@@ -76,6 +77,8 @@ class RaptorDistillationTrainer(Trainer):
             raise ValueError(
                 f"{args.n_gpu} GPUs in one process; start one per GPU: accelerate launch -m raptor_hf distill."
             )
+        if train_dataset is not None and not has_length(train_dataset) and args.max_steps <= 0:
+            raise ValueError("a training set without a length needs a number of steps; set max_steps (--max_steps).")
         self.stage = "end_to_end" if args.stage == "both" else args.stage
         self.raptor, self.teacher, self.blocks, self.callbacks = model, teacher, blocks, kwargs.get("callbacks")
         wrapper = RaptorForDistillation(
@@ -197,7 +200,7 @@ class RaptorDistillationTrainer(Trainer):
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset; give one to the trainer.")
         batch = self.args.per_device_train_batch_size * self.args.world_size
-        size = len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+        size = len(self.train_dataset) if has_length(self.train_dataset) else None
         if size is not None and size < batch and self.args.dataloader_drop_last:
             raise ValueError(
                 f"{size} training images are fewer than one batch of {batch} (per_device_train_batch_size="
@@ -212,14 +215,20 @@ class RaptorDistillationTrainer(Trainer):
             return
         path = Path(self.args.output_dir) / SCALE_FILE
         if self.is_world_process_zero() and not (keep and path.is_file()):
-            size = len(self.train_dataset)
-            order = np.random.default_rng(self.args.seed).permutation(size)[: self.args.loss_scale_images]
-            images = [self.train_dataset[int(index)] for index in order]
+            images = self._loss_scale_images()
             states = self.teacher.iter_hidden_states(images, self.args.per_device_train_batch_size)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(layer_variances(states, self.teacher.layout)))
         self.accelerator.wait_for_everyone()
         self.model.loss_scale = json.loads(path.read_text())
+
+    def _loss_scale_images(self) -> list[Any]:
+        """A seeded choice of training images; of a stream the first ones."""
+        count = self.args.loss_scale_images
+        if not has_length(self.train_dataset):
+            return list(itertools.islice(self.train_dataset, count))
+        order = np.random.default_rng(self.args.seed).permutation(len(self.train_dataset))[:count]
+        return [self.train_dataset[int(index)] for index in order]
 
     def _unprepare(self) -> None:
         """An evaluation before training marks the student as prepared without wrapping it: DDP would be left out."""
@@ -360,6 +369,24 @@ class RaptorDistillationTrainer(Trainer):
         self.raptor.save_pretrained(output_dir, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(output_dir)
+
+    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:
+        """Uploads the student and its image processor to `args.hub_model_id`, by default named as `args.output_dir`, and
+        nothing else of the run.
+
+        Args:
+            commit_message: of the two commits.
+            kwargs: `token`, `private`, `revision`, as `PreTrainedModel.push_to_hub`.
+        """
+        if not self.is_world_process_zero():
+            return None
+        repo_id = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
+        if self.processing_class is not None:
+            self.processing_class.push_to_hub(repo_id, commit_message=commit_message, **kwargs)
+        return self.raptor.push_to_hub(repo_id, commit_message=commit_message, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Checkpoints stay where they are: they hold the wrapper and the optimiser."""
 
 
 def last_complete_checkpoint(output_dir: str | Path, world_size: int = 1) -> str | None:

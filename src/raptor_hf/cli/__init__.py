@@ -112,10 +112,11 @@ def _exit_code(code: str | int | None) -> int:
 def _stdout_is_closed() -> bool:
     """Whether the reader of our stdout went away (`raptor-hf phases ... | head -1`); if so, silence stdout.
 
-    A failed flush keeps its data, so a second one fails too when the broken pipe was stdout and not another one.
-    Afterwards stdout leads nowhere, else the interpreter complains again when it exits.
+    Another write tells a broken stdout from another broken pipe. Afterwards stdout leads nowhere, else the interpreter
+    complains again when it exits.
     """
     try:
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

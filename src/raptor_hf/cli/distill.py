@@ -63,11 +63,13 @@ def main(argv: list[str]) -> int:
         ["teacher"],
         description=__doc__,
     )
-    require_world_size(PartialState(cpu=args.use_cpu).num_processes, "distill")
+    processes = PartialState(cpu=args.use_cpu)
+    require_world_size(processes.num_processes, "distill")
     output_dir = Path(args.output_dir)
     check_finished(output_dir, student.overwrite)
     if student.overwrite and is_main_process():
         shutil.rmtree(output_dir, ignore_errors=True)
+    processes.wait_for_everyone()
     teacher = load_teacher(source)
     train_images = load_split(images, images.train_split, args.seed)
     train = to_pixels(train_images, teacher.image_processor, images.image_size)
@@ -121,6 +123,6 @@ def _phases(
     else:
         subset = train_images.select(range(0, len(train), max(1, len(train) // student.phase_images)))
         pixels = PixelDataset(subset, train.processor)
-        with status(f"phases on {len(subset)} images"):
+        with status(f"phases on {len(subset)} images"), PartialState().main_process_first():
             record = discover_phases(teacher, pixels, (int(count),), output_dir / PHASES_FILE)
     return Phases.from_schedule(record["partitions"][count]["block_schedule"]), record
