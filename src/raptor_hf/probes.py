@@ -224,7 +224,7 @@ class LinearProbe:
 
     def _all(self, extract: "_FeatureExtractor", pixels: PixelDataset, description: str) -> tuple[torch.Tensor, ...]:
         loader = self._loader(pixels, generator=torch.Generator())  # else it would draw from the global generator
-        batches = [extract(batch) for batch in tqdm(loader, desc=description, leave=False)]
+        batches = [extract(batch) for batch in tqdm(loader, desc=description, leave=False, disable=None)]
         features, labels = zip(*batches, strict=True)
         return torch.cat(features), torch.cat(labels)
 
@@ -265,7 +265,7 @@ class LinearProbe:
             scheduler_specific_kwargs={"min_lr_rate": 0.01, "warmup_lr_rate": 0.01},
         )  # fmt: skip
         scores = [self._score(head, *evaluation)] if options.select == "best" or steps == 0 else []
-        for epoch in tqdm(range(options.num_epochs), desc=description, leave=False):
+        for epoch in tqdm(range(options.num_epochs), desc=description, leave=False, disable=None):
             for features, labels in batches(epoch):
                 loss = self.task.loss(head(features), labels)
                 loss.backward()

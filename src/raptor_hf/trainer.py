@@ -371,8 +371,8 @@ class RaptorDistillationTrainer(Trainer):
             self.processing_class.save_pretrained(output_dir)
 
     def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:
-        """Uploads the student and its image processor to `args.hub_model_id`, by default named as `args.output_dir`, and
-        nothing else of the run.
+        """Uploads the student and its image processor to `args.hub_model_id`, by default named as `args.output_dir`,
+        and nothing else of the run.
 
         Args:
             commit_message: of the two commits.
