@@ -155,6 +155,7 @@ def test_report_joins_runs(distilled, tmp_path, capsys):
     assert main(["report", str(distilled), "--output-dir", str(tmp_path / "page")]) == 0
     assert "raptor-k2" in capsys.readouterr().out
     assert (tmp_path / "page" / "report.html").is_file()
+    assert "run/model" in (tmp_path / "page" / "report.html").read_text()  # named from where the page lies
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "no results.json in" in capsys.readouterr().err
 

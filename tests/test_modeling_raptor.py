@@ -477,6 +477,12 @@ def test_float32_inputs_into_a_bfloat16_model(make_model):
     assert half(hidden_states=states[1], start_layer=1).last_hidden_state.dtype == torch.bfloat16
 
 
+def test_positions_are_interpolated_in_float32(tiny_model):
+    half = tiny_model.bfloat16().embeddings.interpolate_positions(6, 4)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, tiny_model.float().embeddings.interpolate_positions(6, 4).bfloat16())
+
+
 def test_float64(make_model, pixels, tmp_path):
     model = make_model()
     states = states_of(model, pixels)

@@ -120,6 +120,7 @@ class DistillationArguments(TrainingArguments):
     )
     save_steps: float = field(default=0.1, metadata={"help": "Steps between checkpoints; below 1 a share of a stage."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
+    label_names: list[str] | None = field(default=None, metadata={"help": "Columns of labels; distillation has none."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Whether to drop columns; leave it off."})
     dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether to drop a last, smaller batch."})
     logging_nan_inf_filter: bool = field(
@@ -147,7 +148,7 @@ class DistillationArguments(TrainingArguments):
         for name in ("blocks_share", "teacher_forcing_start", "teacher_forcing_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1.")
-        if self.learning_rate <= 0:
+        if self.learning_rate is not None and self.learning_rate <= 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive.")
         if self.stage not in ("both", *STAGES):
             raise ValueError(f"stage={self.stage!r} is unknown; use one of both, {', '.join(STAGES)}.")
@@ -184,10 +185,10 @@ class DistillationArguments(TrainingArguments):
         """Lambda of the hybrid loss at `step` of `max_steps`: from `teacher_forcing_start` linearly to 0 over the first
         `teacher_forcing_share` of stage 1; 0 in stage 2.
         """
-        last = self.teacher_forcing_share * max_steps
+        last = (self.teacher_forcing_share or 0.0) * max_steps
         if stage != "blocks" or step >= last:
             return 0.0
-        return self.teacher_forcing_start * (1 - step / last)
+        return (self.teacher_forcing_start or 0.0) * (1 - step / last)
 
 
 def _token_weights(name: str, values: list[float] | None) -> dict[str, float]:

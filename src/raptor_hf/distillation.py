@@ -167,7 +167,7 @@ class RaptorForDistillation(RaptorPreTrainedModel):
                     compared.append(errors)
         sums = {part: torch.stack(losses).sum() for part, losses in parts.items() if losses}
         loss = torch.stack([weights[part] * value for part, value in sums.items()]).sum()
-        states = None
+        states: tuple[torch.Tensor | None, ...] | None = None
         if rollout:
             states = self._rollout(hidden_states[0])
         elif return_states:
@@ -177,6 +177,7 @@ class RaptorForDistillation(RaptorPreTrainedModel):
 
     def _paths(self) -> list[_Path]:
         options, config = self.objective, self.config
+        schedule = list(config.block_schedule or ())
 
         def error(token_weights: Mapping[str, float] | None) -> StateError:
             return StateError(config.token_layout, options.error, token_weights, self.loss_scale)
@@ -187,8 +188,8 @@ class RaptorForDistillation(RaptorPreTrainedModel):
         for segment in config.segments:
             if segment.block not in self.trained_blocks:
                 continue
-            is_last = segment.block == config.block_schedule[-1]
-            applications = config.block_schedule.count(segment.block)
+            is_last = segment.block == schedule[-1]
+            applications = schedule.count(segment.block)
             share = segment.num_layers / applications if options.layer_reduction == "mean" else 1.0
             paths.append(_Path([segment], error(options.last_block_weights if is_last else None), share))
         return paths

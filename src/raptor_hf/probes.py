@@ -317,7 +317,7 @@ def _num_classes(train_images: ImageDataset, eval_images: ImageDataset) -> int:
             f"training and evaluation set have different classes ({_short(train_images.label_names)} and "
             f"{_short(eval_images.label_names)}); use two splits of one dataset."
         )
-    known, wanted = max(train_images.labels), max(eval_images.labels)
+    known, wanted = max(train_images.labels or [0]), max(eval_images.labels or [0])
     if wanted > known and train_images.label_names is None:
         raise ValueError(f"the evaluation set has class {wanted}, training ends at {known}; use two splits of one set.")
     return max(known, wanted) + 1 if train_images.label_names is None else len(train_images.label_names)

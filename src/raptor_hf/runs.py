@@ -86,7 +86,8 @@ def discover_phases(
     asked = {str(count) for count in num_blocks}
     if path.is_file() and asked <= set((record := read_json(path))["partitions"]):
         return record
-    similarity = layer_similarity(teacher.iter_hidden_states(pixels, batch_size), tokens=tokens)
+    images = (pixels[index] for index in range(len(pixels)))
+    similarity = layer_similarity(teacher.iter_hidden_states(images, batch_size), tokens=tokens)
     partitions = {str(count): find_phases(similarity, count, **options).to_dict() for count in num_blocks}
     record = {"tokens": tokens, "num_images": len(pixels), "similarity": similarity.tolist(), "partitions": partitions}
     write_json(path, record)
@@ -127,12 +128,12 @@ def distill(
     result = trainer.train(resume_from_checkpoint=True)
     if evaluation is not None:
         trainer.evaluate()
-    trainer.save_model(str(Path(args.output_dir) / MODEL_FOLDER))
+    trainer.save_model(str(Path(str(args.output_dir)) / MODEL_FOLDER))
     record = {
         "name": name,
         "path": MODEL_FOLDER,
         "num_blocks": model.config.num_blocks,
-        "block_schedule": list(model.config.block_schedule),
+        "block_schedule": list(model.config.block_schedule or ()),
         "num_parameters": model.num_parameters(),
         "seeds": [args.seed],
         "training": {

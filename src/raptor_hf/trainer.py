@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from .arguments import DistillationArguments
 from .data import ImageDataset, PixelDataset, collate_pixels
-from .distillation import STAGES, DistillationOutput, RaptorForDistillation
+from .distillation import STAGES, RaptorForDistillation
 from .fidelity import Fidelity, FidelityAccumulator
 from .losses import layer_variances
 from .modeling_raptor import RaptorModel
@@ -147,7 +147,9 @@ class RaptorDistillationTrainer(Trainer):
             trainer.model.loss_scale = self.model.loss_scale
             record = trainer._finished() if resume else None
             if record is None:
-                (Path(args.output_dir) / STAGE_FILE).unlink(missing_ok=True)  # left by a run that is not gone on with
+                (Path(str(args.output_dir)) / STAGE_FILE).unlink(
+                    missing_ok=True
+                )  # left by a run that is not gone on with
                 result = trainer.train(resume_from_checkpoint=resume, **kwargs)
                 record = {"steps": result.global_step, "loss": result.training_loss, "history": trainer.history}
                 trainer._finish(record)
@@ -273,7 +275,7 @@ class RaptorDistillationTrainer(Trainer):
         if model.training:
             loss = self._training_loss(model, states)
             return (loss, {"loss": loss}) if return_outputs else loss
-        outputs: DistillationOutput = model(states, rollout=True)
+        outputs: Any = model(states, rollout=True)  # a DistillationOutput, as below
         if self._accumulator is not None:
             self._accumulator.update(outputs.student_states, states)
         if not return_outputs:
@@ -287,9 +289,7 @@ class RaptorDistillationTrainer(Trainer):
         weight = self.args.teacher_forcing_weight(self.stage, step, self.state.max_steps)
         next_step = step + 1
         logs = next_step % max(1, int(self.state.logging_steps)) == 0 or (self.args.logging_first_step and step == 0)
-        outputs: DistillationOutput = model(
-            states, teacher_forcing_weight=weight, noise_seed=self._noise_seed(), return_states=logs
-        )
+        outputs: Any = model(states, teacher_forcing_weight=weight, noise_seed=self._noise_seed(), return_states=logs)
         values = {name: getattr(outputs, name) for name in _COMPONENTS if getattr(outputs, name) is not None}
         values["lambda"] = torch.tensor(weight, device=outputs.loss.device)
         for name, value in values.items():

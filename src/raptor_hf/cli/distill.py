@@ -113,7 +113,7 @@ def _phases(
     if "repeats" in given:
         if len(given) > 1:
             raise UsageError(f"--{given[0]} and --{given[1]} exclude each other; give the repeats alone.")
-        return Phases.from_repeats(student.repeats), None
+        return Phases.from_repeats(student.repeats or ()), None
     count = str(student.num_blocks or 3)
     if student.phases is not None:
         path = Path(student.phases)

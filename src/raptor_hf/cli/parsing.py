@@ -22,6 +22,7 @@ import inspect
 import json
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -135,8 +136,13 @@ class CommandParser(HfArgumentParser):
             self._add_field(trainer, field, hint)
 
     def error(self, message: str) -> NoReturn:
-        """Write `message` on one line of stderr and exit with 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(f'{self.source}{message}'.split())}\n")
+        """Write `message` on one line of stderr and exit.
+
+        Raises:
+            SystemExit: with code 2, always.
+        """
+        sys.stderr.write(f"{self.prog}: error: {' '.join(f'{self.source}{message}'.split())}\n")
+        raise SystemExit(2)
 
     def parse_values(self, argv: Sequence[str]) -> dict[str, Any]:
         """Values of the fields that `argv` or its configuration file set; see `parse`.

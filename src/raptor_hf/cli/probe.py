@@ -70,8 +70,11 @@ def main(argv: list[str]) -> int:
         ),
         image_size=images.image_size, num_workers=args.num_workers,
     )  # fmt: skip
-    backbones = {label: _load(name) for label, name in zip(_labels(names), names, strict=True)}
-    reference = next(iter(backbones)) if args.reference else None
+    labels = _labels(names)
+    if args.reference and "teacher" not in labels:
+        labels[0] = "teacher"  # what reports call the reference
+    backbones = {label: _load(name) for label, name in zip(labels, names, strict=True)}
+    reference = next(iter(backbones)) if args.reference else ""
     if args.random_baseline:
         backbones["random"] = _random(backbones[reference])
     outcomes = {}

@@ -1,5 +1,6 @@
 """`raptor-hf report DIR`: results.json of one or several runs as one page with figures."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,23 @@ def main(argv: list[str]) -> int:
     paths = sorted({path for folder in args.folders for path in Path(folder).rglob(RESULTS_FILE)})
     if not paths:
         raise UsageError(f"no {RESULTS_FILE} in {', '.join(args.folders)}; a run writes it when it has finished.")
-    results = merge_results([read_json(path) for path in paths])
-    page = write_report(Path(args.output_dir or args.folders[0]), results)
+    output_dir = Path(args.output_dir or args.folders[0])
+    results = merge_results([_located(path, output_dir) for path in paths])
+    page = write_report(output_dir, results)
     header, rows = summary_rows(results)
     if rows:
         table(header, rows, title=results.get("title"))
     note(f"{len(paths)} results in {page}")
     return 0
+
+
+def _located(path: Path, output_dir: Path) -> dict[str, Any]:
+    """Results whose models are named relative to the page, not to their own run."""
+    results = read_json(path)
+    for model in results.get("models", []):
+        if "path" in model:
+            model["path"] = os.path.relpath(path.parent / model["path"], output_dir)
+    return results
 
 
 def merge_results(parts: list[dict[str, Any]]) -> dict[str, Any]:
