@@ -17,7 +17,7 @@ import pytest
 PACKAGE = "raptor_hf"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
-HUB_FILES = ("tokens", "configuration_raptor", "modeling_raptor", "modeling_raptor_heads")
+HUB_FILES = ("tokens", "configuration_raptor", "modeling_raptor_layers", "modeling_raptor", "modeling_raptor_heads")
 # A module imports only from modules that stand before it. A folder is one entry; `__init__` is the package itself.
 RANKS = (
     *HUB_FILES,
@@ -30,6 +30,8 @@ RANKS = (
     "phases",
     "metrics",
     "activations",
+    "optimizers",
+    "checkpoints",
     "arguments",
     "trainer",
     "probes",
@@ -49,7 +51,14 @@ RANKS = (
 )
 # These take tensors or arrays, and are of use without the models and without training.
 MODEL_FREE = ("phases", "dynamics", "losses", "fidelity", "metrics")
-MODEL_OR_TRAINER = {"modeling_raptor", "modeling_raptor_heads", "distillation", "arguments", "trainer"}
+MODEL_OR_TRAINER = {
+    "modeling_raptor_layers",
+    "modeling_raptor",
+    "modeling_raptor_heads",
+    "distillation",
+    "arguments",
+    "trainer",
+}
 # Calls that may stand alone at module level, by file.
 MODULE_LEVEL_CALLS = {
     "__init__.py": r"Auto\w+\.register",

@@ -42,6 +42,21 @@ def test_scale_divides_by_variance_and_a_norm_by_the_deviation(pair, error):
     torch.testing.assert_close(scaled, plain / (2.0 if error == "frobenius" else 4.0))
 
 
+@pytest.mark.parametrize("error", ["mse", "squared", "frobenius"])
+def test_direction_adds_one_minus_the_mean_cosine(pair, error):
+    scale = {group: [4.0] for group in SLICES}
+    plain = StateError(LAYOUT, error, scale=scale).group_errors(*pair, layer=1)
+    turned = StateError(LAYOUT, error, scale=scale, direction_weight=0.5).group_errors(*pair, layer=1)
+    cosine = torch.cosine_similarity(*pair, dim=-1)
+    for group, span in SLICES.items():
+        torch.testing.assert_close(turned[group] - plain[group], 0.5 * (1 - cosine[:, span].mean()))
+
+
+def test_a_negative_direction_weight():
+    with pytest.raises(ValueError, match=r"direction_weight=-1.0 must be 0 or more"):
+        StateError(LAYOUT, direction_weight=-1.0)
+
+
 def test_total_is_the_weighted_sum_of_groups(pair):
     error = StateError(LAYOUT, "mse", WEIGHTS)
     groups = error.group_errors(*pair, layer=1)

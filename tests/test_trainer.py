@@ -8,8 +8,8 @@ import torch
 from transformers import AutoImageProcessor, TrainerCallback
 
 from raptor_hf import DistillationArguments, RaptorDistillationTrainer, RaptorModel
+from raptor_hf.checkpoints import last_complete_checkpoint
 from raptor_hf.data import dinov2_processor, load_images
-from raptor_hf.trainer import last_complete_checkpoint
 
 
 @pytest.fixture
@@ -162,6 +162,36 @@ def test_half_written_checkpoints_are_not_resumed_and_go(make_trainer, tmp_path)
     assert not (run / "checkpoint-4").exists()
     assert not (run / "checkpoint-3").exists()
     assert last_complete_checkpoint(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("stage", ["blocks", "end_to_end"])
+def test_muon_resumes_bit_for_bit(stage, make_trainer):
+    options = {"stage": stage, "block_optimizer": "muon", "input_noise_std": 0.01}
+    through = make_trainer("through", **options)
+    through.train()
+    make_trainer("resumed", callbacks=[StopAt(2)], **options).train()
+    resumed = make_trainer("resumed", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert_same(resumed.raptor, through.raptor)
+    adamw = make_trainer("adamw", stage=stage, input_noise_std=0.01)
+    adamw.train()
+    assert not torch.equal(adamw.raptor.blocks[0].mlp.fc1.weight, through.raptor.blocks[0].mlp.fc1.weight)
+
+
+def test_muon_steps_the_matrices_and_adamw_the_rest(make_trainer):
+    trainer = make_trainer(block_optimizer="muon", weight_decay=0.2)
+    groups = trainer.create_optimizer().param_groups
+    kinds = {group["num_parts"]: ("momentum" in group, "betas" in group, group["weight_decay"]) for group in groups}
+    assert kinds == {3: (True, False, 0.2), 1: (True, False, 0.2), 0: (False, True, 0.0)}
+    assert {group["lr"] for group in groups} == {1e-2}
+
+
+def test_muon_is_refused_where_parameters_are_sharded(make_trainer):
+    trainer = make_trainer(block_optimizer="muon")
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="block_optimizer='muon' needs whole matrices"):
+        trainer.create_optimizer()
 
 
 def test_steps_are_shared_between_the_stages(make_trainer):
@@ -342,6 +372,14 @@ def test_every_component_is_logged_by_name(make_trainer):
     assert {"ar", "cls", "reg", "patch", *(f"r2_layer_{layer}" for layer in range(1, 5))} <= set(entries[-1])
     assert [entry["lambda"] for entry in entries[:3]] == [1.0, 0.5, 0.0]
     assert "tf" not in entries[-1]
+
+
+def test_shared_variance_gives_every_group_the_layers_own(make_trainer, tmp_path):
+    trainer = make_trainer(loss_scale="shared_variance", stage="end_to_end", max_steps=1)
+    trainer.train()
+    stored = json.loads((tmp_path / "run" / "loss_scale.json").read_text())
+    assert stored["cls"] != stored["all"]
+    assert trainer.model.loss_scale == {group: stored["all"] for group in ("all", "cls", "registers", "patch")}
 
 
 def test_loss_scale_is_computed_once_and_stored_with_the_run(make_trainer, tmp_path):

@@ -12,9 +12,10 @@ from transformers import TrainingArguments
 
 from .distillation import END_TO_END_WEIGHTS, LAST_BLOCK_WEIGHTS, OBJECTIVES, STAGES, DistillationObjective
 from .losses import ERRORS, LAYER_REDUCTIONS
+from .optimizers import BLOCK_OPTIMIZERS
 from .tokens import TOKEN_GROUPS
 
-LOSS_SCALES = ("none", "layer_variance")
+LOSS_SCALES = ("none", "layer_variance", "shared_variance")
 
 _PAPER: dict[str, Any] = {
     "learning_rate": 1e-4,
@@ -30,6 +31,8 @@ _PAPER: dict[str, Any] = {
     "error": "squared",
     "layer_reduction": "sum",
     "loss_scale": "none",
+    "direction_weight": 0.0,
+    "block_optimizer": "adamw",
     "teacher_forcing_start": 0.5,
     "teacher_forcing_share": 0.25,
     "last_block_weights": list(LAST_BLOCK_WEIGHTS.values()),
@@ -82,9 +85,19 @@ class DistillationArguments(TrainingArguments):
     objective: str | None = field(default=None, metadata={"help": f"One of {', '.join(OBJECTIVES)}."})
     error: str | None = field(default=None, metadata={"help": f"Error between two states: {', '.join(ERRORS)}."})
     layer_reduction: str | None = field(default=None, metadata={"help": f"Over layers: {', '.join(LAYER_REDUCTIONS)}."})
+    direction_weight: float | None = field(
+        default=None, metadata={"help": "Weight of 1 - cosine, added to the error between two states."}
+    )
+    block_optimizer: str | None = field(
+        default=None,
+        metadata={"help": f"Of the blocks' matrices: {', '.join(BLOCK_OPTIMIZERS)}; AdamW learns the rest."},
+    )
     loss_scale: str | None = field(
         default=None,
-        metadata={"help": f"Divides errors by the variance of layer and token group: {', '.join(LOSS_SCALES)}."},
+        metadata={
+            "help": "Divides errors by a variance of the layer: each group's (layer_variance) or that of all tokens "
+            f"together (shared_variance); one of {', '.join(LOSS_SCALES)}."
+        },
     )
     loss_scale_images: int = field(default=256, metadata={"help": "Training images that the variances are taken from."})
     teacher_forcing_start: float | None = field(
@@ -105,7 +118,7 @@ class DistillationArguments(TrainingArguments):
     input_noise_std: float = field(default=0.0, metadata={"help": "Gaussian noise on a block's input in training."})
 
     learning_rate: float | None = field(default=None, metadata={"help": "Peak learning rate."})
-    weight_decay: float | None = field(default=None, metadata={"help": "AdamW's decay, of the block matrices only."})
+    weight_decay: float | None = field(default=None, metadata={"help": "Decay of the blocks' matrices alone."})
     warmup_steps: float | None = field(default=None, metadata={"help": "Linear warm-up: steps, or a share below 1."})
     lr_scheduler_type: str | None = field(default=None, metadata={"help": "Learning rate schedule."})
     lr_scheduler_kwargs: dict[str, Any] | str | None = field(default=None, metadata={"help": "Its arguments, as JSON."})
@@ -156,6 +169,7 @@ class DistillationArguments(TrainingArguments):
             ("error", ERRORS),
             ("layer_reduction", LAYER_REDUCTIONS),
             ("loss_scale", LOSS_SCALES),
+            ("block_optimizer", BLOCK_OPTIMIZERS),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
@@ -179,6 +193,7 @@ class DistillationArguments(TrainingArguments):
             end_to_end_weights=_token_weights("end_to_end_weights", self.end_to_end_weights),
             horizon=self.horizon,
             input_noise_std=self.input_noise_std,
+            direction_weight=self.direction_weight or 0.0,
         )
 
     def teacher_forcing_weight(self, stage: str, step: int, max_steps: int) -> float:

@@ -47,6 +47,8 @@ class RaptorConfig(PreTrainedConfig):
         depth_scale_init (`str`, defaults to `"zeros"`): `"zeros"` starts with scales of exactly 1; `"normal"` is the
             paper's N(0, 1e-4).
         layerscale_value (`float`, defaults to 1.0): start value of LayerScale in a randomly initialised block.
+        adapter_rank (`int`, defaults to 0): rank of a low-rank change that each application of a block has to itself on
+            `qkv`, `proj`, `fc1` and `fc2` (after arXiv 2410.20672; beyond the paper); 0 ties the applications fully.
         interpolate_antialias (`bool`, defaults to `True`): whether positions are interpolated with antialiasing; true
             for DINOv2 with registers alone.
         initializer_range (`float`, defaults to 0.02): standard deviation of random weights.
@@ -85,6 +87,7 @@ class RaptorConfig(PreTrainedConfig):
     depth_scale: bool = True
     depth_scale_init: str = "zeros"
     layerscale_value: float | int = 1.0
+    adapter_rank: int = 0
     interpolate_antialias: bool = True
     initializer_range: float = 0.02
     teacher_name_or_path: str | None = None
@@ -187,6 +190,10 @@ def check_config(config: PreTrainedConfig) -> None:
             raise ValueError(f"{name}={getattr(config, name)} must be at least 1.")
     if config.num_register_tokens < 0:
         raise ValueError(f"num_register_tokens={config.num_register_tokens} must be 0 or more; use 0 for none.")
+    if not 0 <= config.adapter_rank <= config.hidden_size:
+        raise ValueError(
+            f"adapter_rank={config.adapter_rank} must lie between 0 (no adapters) and hidden_size={config.hidden_size}."
+        )
     if config.layer_norm_eps <= 0:
         raise ValueError(f"layer_norm_eps={config.layer_norm_eps} must be positive; DINOv2 uses 1e-6.")
     if config.hidden_size % config.num_attention_heads:

@@ -32,7 +32,8 @@ class DistillationObjective:
             `"end_to_end"` connects them from state 0 (stage 2).
         objective: `"hybrid"` (teacher forcing and autoregression, mixed by the weight given to each step),
             `"teacher_forcing"`, `"autoregressive"`, or `"terminal"`, which compares the path's last layer alone.
-        error, layer_reduction: see [`~raptor_hf.losses.StateError`] and [`~raptor_hf.losses.LayerErrors.reduce`].
+        error, direction_weight: see [`~raptor_hf.losses.StateError`].
+        layer_reduction: see [`~raptor_hf.losses.LayerErrors.reduce`].
         last_block_weights: token weights of the block that makes layer `L` in stage `"blocks"`; the other blocks take
             the plain error over all tokens.
         end_to_end_weights: token weights in stage `"end_to_end"`.
@@ -40,7 +41,7 @@ class DistillationObjective:
         input_noise_std: standard deviation of the Gaussian noise on a block's input during training (research code).
 
     Raises:
-        ValueError: if a name is unknown, the horizon is below 1 or the noise negative.
+        ValueError: if a name is unknown, the horizon is below 1, or noise or direction weight are negative.
     """
 
     stage: str = "end_to_end"
@@ -51,6 +52,7 @@ class DistillationObjective:
     end_to_end_weights: Mapping[str, float] | None = field(default_factory=lambda: END_TO_END_WEIGHTS)
     horizon: int | None = None
     input_noise_std: float = 0.0
+    direction_weight: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (("stage", STAGES), ("objective", OBJECTIVES)):
@@ -58,8 +60,9 @@ class DistillationObjective:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
         if self.horizon is not None and self.horizon < 1:
             raise ValueError(f"horizon={self.horizon} must be at least 1 layer; leave it out to run all of them.")
-        if self.input_noise_std < 0:
-            raise ValueError(f"input_noise_std={self.input_noise_std} must be 0 or more.")
+        for name in ("input_noise_std", "direction_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more.")
 
 
 @dataclass
@@ -180,7 +183,9 @@ class RaptorForDistillation(RaptorPreTrainedModel):
         schedule = list(config.block_schedule or ())
 
         def error(token_weights: Mapping[str, float] | None) -> StateError:
-            return StateError(config.token_layout, options.error, token_weights, self.loss_scale)
+            return StateError(
+                config.token_layout, options.error, token_weights, self.loss_scale, options.direction_weight
+            )
 
         if options.stage == "end_to_end":
             return [_Path(config.segments, error(options.end_to_end_weights), 1.0)]

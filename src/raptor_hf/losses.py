@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from .tokens import TOKEN_GROUPS, Segment, TokenLayout
 
@@ -39,6 +40,8 @@ class StateError:
             others are renormalised to the same sum.
         scale: variances by which errors are divided, by group (with `"all"` for the plain error) and layer `1..L`; a
             norm is divided by the standard deviation.
+        direction_weight: weight of `1 - cos`, averaged over tokens and added to every error: it sees the direction of
+            a token alone (beyond the paper).
 
     Raises:
         ValueError: if the error is unknown, a weight is negative, of an unknown group, or all are 0.
@@ -48,11 +51,14 @@ class StateError:
     error: str = "mse"
     token_weights: Mapping[str, float] | None = None
     scale: Mapping[str, Sequence[float]] | None = None
+    direction_weight: float = 0.0
     weights: dict[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.error not in ERRORS:
             raise ValueError(f"error={self.error!r} is unknown; use one of {', '.join(ERRORS)}.")
+        if self.direction_weight < 0:
+            raise ValueError(f"direction_weight={self.direction_weight} must be 0 or more.")
         object.__setattr__(self, "weights", _present_weights(self.token_weights, self.layout))
 
     def group_errors(self, student: torch.Tensor, teacher: torch.Tensor, layer: int) -> dict[str, torch.Tensor]:
@@ -61,7 +67,11 @@ class StateError:
         Computed in float32 (float64 for float64 states) in one pass; scalars by group, `"all"` among them.
         """
         dtype = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
-        per_token = (student.to(dtype) - teacher.to(dtype)).square().sum(dim=-1)
+        student, teacher = student.to(dtype), teacher.to(dtype)
+        per_token = (student - teacher).square().sum(dim=-1)
+        angles = None
+        if self.direction_weight:
+            angles = 1 - nn.functional.cosine_similarity(student, teacher, dim=-1)
         errors = {}
         for group in ("all", *self.layout.groups):
             of_group = per_token[:, self.layout.span(group)]
@@ -69,6 +79,8 @@ class StateError:
             if self.scale is not None:
                 variance = self.scale[group][layer - 1]
                 value = value / (variance**0.5 if self.error == "frobenius" else variance)
+            if angles is not None:
+                value = value + self.direction_weight * angles[:, self.layout.span(group)].mean()
             errors[group] = value
         return errors
 

@@ -1,234 +1,37 @@
 """The Raptor model: a Vision Transformer whose layers are a few weight-tied blocks applied again and again.
 
-Classes run in the order of the data: embeddings, depth scale, attention, MLP, block, model. A block is owned by this
-file and not by transformers, so a checkpoint's keys never change with the user's version. Copied to the Hub with
-every saved model: imports torch, transformers and flat siblings only.
+Its modules are in `modeling_raptor_layers`. Copied to the Hub with every saved model: imports torch, transformers and
+flat siblings only.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
-from transformers.utils.generic import maybe_autocast, merge_with_config_defaults
+from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_raptor import RaptorConfig, check_config
-from .tokens import patch_grid
+from .modeling_raptor_layers import (
+    DepthLinear,
+    RaptorAttention,
+    RaptorBlock,
+    RaptorEmbeddings,
+    RaptorLayerScale,
+    RaptorLinear,
+)
 
 logger = logging.get_logger(__name__)
 
-DEPTH_SCALE_WIDTH = 16
 DEPTH_SCALE_STD = 1e-4
 RANDOM_LAYERSCALE = 1e-5
 INITS = ("first", "middle", "last", "mean", "random")
-
-
-class RaptorPatchEmbeddings(nn.Module):
-    """Pixels `(batch_size, num_channels, height, width)` to patch tokens `(batch_size, num_patches, hidden_size)`."""
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        size = config.patch_size
-        self.projection = nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=size, stride=size)
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Casts pixels to the model's dtype and projects them."""
-        return self.projection(pixel_values.to(self.projection.weight.dtype)).flatten(2).transpose(1, 2)
-
-
-class RaptorEmbeddings(nn.Module):
-    """The teacher's embeddings, whose output is state 0: cls token, registers (without position), patches.
-
-    Positions are interpolated as the teacher does it, with or without antialiasing; the native grid is taken as it is.
-    """
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        self.patch_size = config.patch_size
-        self.num_channels = config.num_channels
-        self.grid_size = config.image_size // config.patch_size
-        self.antialias = config.interpolate_antialias
-        self.cls_token = nn.Parameter(torch.empty(1, 1, config.hidden_size))
-        self.register_tokens = nn.Parameter(torch.empty(1, config.num_register_tokens, config.hidden_size))
-        self.position_embeddings = nn.Parameter(torch.empty(1, 1 + self.grid_size**2, config.hidden_size))
-        self.patch_embeddings = RaptorPatchEmbeddings(config)
-
-    def interpolate_positions(self, rows: int, columns: int) -> torch.Tensor:
-        """Positions of a `rows x columns` grid of patches, `(1, rows * columns, hidden_size)`, in the model's dtype."""
-        positions = self.position_embeddings[:, 1:]
-        if rows == columns == self.grid_size:
-            return positions
-        grid = positions.unflatten(1, (self.grid_size, self.grid_size)).permute(0, 3, 1, 2)
-        grid = grid.to(torch.promote_types(grid.dtype, torch.float32))  # bicubic in half precision shifts the states
-        grid = nn.functional.interpolate(grid, (rows, columns), mode="bicubic", antialias=self.antialias)
-        return grid.to(positions.dtype).flatten(2).transpose(1, 2)
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Pixels `(batch_size, num_channels, height, width)` to state 0 `(batch_size, seq_length, hidden_size)`.
-
-        Raises:
-            ValueError: if the channels are not the model's, or a side is no multiple of the patch or smaller than it.
-        """
-        if pixel_values.ndim != 4 or pixel_values.shape[1] != self.num_channels:
-            raise ValueError(
-                f"pixel_values of shape {tuple(pixel_values.shape)}: expected (batch_size, {self.num_channels}, "
-                "height, width); process the images with the saved image processor."
-            )
-        rows, columns = patch_grid(pixel_values.shape[2], pixel_values.shape[3], self.patch_size)
-        patches = self.patch_embeddings(pixel_values) + self.interpolate_positions(rows, columns)
-        prefix = torch.cat([self.cls_token + self.position_embeddings[:, :1], self.register_tokens], dim=1)
-        return torch.cat([prefix.expand(patches.shape[0], -1, -1), patches], dim=1)
-
-
-class RaptorLayerScale(nn.Module):
-    """Per-channel scale of a residual branch; its product with the depth scale is taken in [`RaptorBlock`]."""
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(config.hidden_size))
-
-
-class DepthLinear(nn.Linear):
-    """Linear layer that computes in the dtype of its input, so that a bfloat16 model has float32 depth scales."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(..., in_features)` to `(..., out_features)`, in the input's dtype."""
-        # A copy, since a CPU rounds matrix times vector by the matrix's address: a loaded weight would give other bits.
-        return nn.functional.linear(input, self.weight.to(input.dtype, copy=True), self.bias.to(input.dtype))
-
-
-class DepthScale(nn.Module):
-    """A block's scales of attention branch, MLP branch and whole stream at layer `l` (arXiv 2512.19941, App. A.3):
-    `1 + Linear(16, 3 * hidden_size)(SiLU(Linear(1, 16)(l)))`, of the raw one-based `l`, as in the research code.
-    """
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        self.linear1 = DepthLinear(1, DEPTH_SCALE_WIDTH)
-        self.linear2 = DepthLinear(DEPTH_SCALE_WIDTH, 3 * config.hidden_size)
-
-    def forward(self, depth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Depth of shape `()` or `(batch_size,)`, float32 or float64, to three scales of the same dtype and of shape
-        `(1 or batch_size, 1, hidden_size)`, also under autocast.
-        """
-        with maybe_autocast(depth.device.type, enabled=False):
-            hidden = nn.functional.silu(self.linear1(depth.reshape(-1, 1)))
-            scales = 1 + self.linear2(hidden)
-        attention, mlp, output = scales.unsqueeze(1).chunk(3, dim=-1)
-        return attention, mlp, output
-
-
-def eager_attention_forward(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    scaling: float = 1.0,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The implementation `"eager"`, which alone returns its weights.
-
-    Args:
-        query, key, value: `(batch_size, num_heads, seq_length, head_dim)`; `scaling` multiplies the logits.
-
-    Returns:
-        the output `(batch_size, seq_length, num_heads, head_dim)` and the weights, one square map per head.
-    """
-    logits = torch.matmul(query, key.transpose(2, 3)) * scaling
-    weights = nn.functional.softmax(logits, dim=-1)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-class RaptorAttention(nn.Module):
-    """Multi-head self-attention; queries, keys and values come from one product (`qkv`, rows in that order)."""
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.num_heads = config.num_attention_heads
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = False
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States `(batch_size, seq_length, hidden_size)` to an output of that shape and the weights, eager only."""
-        batch_size, seq_length, hidden_size = hidden_states.shape
-        qkv = self.qkv(hidden_states).view(batch_size, seq_length, 3, self.num_heads, self.head_dim)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        output, weights = attention(self, query, key, value, None, dropout=0.0, scaling=self.scaling, **kwargs)
-        return self.proj(output.reshape(batch_size, seq_length, hidden_size)), weights
-
-
-class RaptorMLP(nn.Module):
-    """`fc2(gelu(fc1(x)))`, the exact GELU, or SwiGLU, `fc2(silu(gate) * value)`: `fc1` holds gate, then value rows."""
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        self.is_gated = config.mlp_type == "swiglu"
-        width: Any = config.intermediate_size  # a number: the configuration has resolved the names
-        self.fc1 = nn.Linear(config.hidden_size, 2 * width if self.is_gated else width)
-        self.fc2 = nn.Linear(width, config.hidden_size)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """States `(batch_size, seq_length, hidden_size)` to the same shape."""
-        hidden = self.fc1(hidden_states)
-        if self.is_gated:
-            gate, value = hidden.chunk(2, dim=-1)
-            return self.fc2(nn.functional.silu(gate) * value)
-        return self.fc2(nn.functional.gelu(hidden))
-
-
-class RaptorBlock(GradientCheckpointingLayer):
-    """One weight-tied block: a pre-LayerNorm ViT layer with LayerScale and depth scales (arXiv 2512.19941, App. A).
-
-    `x = x + s_attn * LS1(attn(LN1(x)))`, `x = x + s_mlp * LS2(mlp(LN2(x)))`, `out = s_out * x`: the last scale acts
-    on the whole stream. Scales are computed and multiplied in float32 (float64 in a float64 model) and the product is
-    cast, since a scale of 1.0039 is 1 in bfloat16.
-    """
-
-    def __init__(self, config: RaptorConfig) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.attention = RaptorAttention(config)
-        self.layer_scale1 = RaptorLayerScale(config)
-        self.norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = RaptorMLP(config)
-        self.layer_scale2 = RaptorLayerScale(config)
-        self.depth_scale = DepthScale(config) if config.depth_scale else None
-
-    def forward(self, hidden_states: torch.Tensor, depth: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """States of layer `depth - 1` to states of layer `depth`.
-
-        Args:
-            hidden_states: `(batch_size, seq_length, hidden_size)`.
-            depth: layer number, float32 (float64 in a float64 model), `()` or, for teacher forcing, `(batch_size,)`.
-        """
-        dtype = hidden_states.dtype
-        scale1, scale2 = self.layer_scale1.scale, self.layer_scale2.scale
-        scale_out = None
-        if self.depth_scale is not None:
-            scale_attention, scale_mlp, scale_out = self.depth_scale(depth)
-            scale1, scale2 = scale1 * scale_attention, scale2 * scale_mlp  # one product with the branch instead of two
-        branch, _ = self.attention(self.norm1(hidden_states), **kwargs)
-        hidden_states = (hidden_states + branch * scale1).to(dtype)
-        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states)) * scale2
-        if scale_out is not None:
-            hidden_states = hidden_states * scale_out
-        return hidden_states.to(dtype)
+ADAPTER_INITS = ("zeros", "svd")
 
 
 class RaptorPreTrainedModel(PreTrainedModel):
@@ -263,6 +66,9 @@ class RaptorPreTrainedModel(PreTrainedModel):
             init.zeros_(module.register_tokens)
         elif isinstance(module, RaptorLayerScale):
             init.constant_(module.scale, self.config.layerscale_value)
+        elif isinstance(module, RaptorLinear) and self.config.adapter_rank:
+            init.normal_(module.adapter_down, std=module.in_features**-0.5)
+            init.zeros_(module.adapter_up)
         elif isinstance(module, DepthLinear):
             # Asked of the module that owns the parameters: custom code is not asked for one that owns none.
             for parameter in (module.weight, module.bias):
@@ -297,7 +103,7 @@ class RaptorModel(RaptorPreTrainedModel):
     def __init__(self, config: RaptorConfig) -> None:
         super().__init__(config)
         self.embeddings = RaptorEmbeddings(config)
-        self.blocks = nn.ModuleList([RaptorBlock(config) for _ in range(config.num_blocks)])
+        self.blocks = nn.ModuleList([RaptorBlock(config, number) for number in range(config.num_blocks)])
         self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.post_init()
 
@@ -384,7 +190,9 @@ class RaptorModel(RaptorPreTrainedModel):
             )
 
     @classmethod
-    def from_teacher(cls, teacher: Any, phases: Any, *, init: str = "middle", **config_fields: Any) -> "RaptorModel":
+    def from_teacher(
+        cls, teacher: Any, phases: Any, *, init: str = "middle", adapter_init: str = "svd", **config_fields: Any
+    ) -> "RaptorModel":
         """A student for `teacher`, ready to be distilled: its embeddings and final norm copied and frozen.
 
         Args:
@@ -393,15 +201,20 @@ class RaptorModel(RaptorPreTrainedModel):
             phases: what [`~raptor_hf.find_phases`] returns, anything with a `block_schedule`, or repeats `(7, 3, 2)`.
             init: the layer a block starts from: the `"first"`, `"middle"` or `"last"` one it makes, their `"mean"`, or
                 `"random"`, the paper's, with LayerScale 1e-5 as in the research code.
+            adapter_init: with an `adapter_rank`, `"svd"` starts every application's adapters at the best approximation
+                of what its teacher layer's matrices differ from the block's by, `"zeros"` at no change.
             config_fields: fields of [`RaptorConfig`] that shall differ from the teacher's: `mlp_type`,
                 `intermediate_size` (then the MLP alone starts at random), `depth_scale`, `depth_scale_init`,
-                `layerscale_value`, `dtype`.
+                `layerscale_value`, `adapter_rank`, `dtype`.
 
         Raises:
-            ValueError: if `init` is unknown, the numbers of layers differ, or embeddings do not have our names.
+            ValueError: if `init` or `adapter_init` is unknown, the numbers of layers differ, or embeddings do not have
+                our names.
         """
         if init not in INITS:
             raise ValueError(f"init={init!r} is unknown; use one of {', '.join(INITS)}.")
+        if adapter_init not in ADAPTER_INITS:
+            raise ValueError(f"adapter_init={adapter_init!r} is unknown; use one of {', '.join(ADAPTER_INITS)}.")
         if init == "random":
             config_fields.setdefault("layerscale_value", RANDOM_LAYERSCALE)
         model = cls._from_config(RaptorConfig.from_teacher(teacher, phases, **config_fields))  # in config.dtype
@@ -415,6 +228,8 @@ class RaptorModel(RaptorPreTrainedModel):
         model.freeze_embeddings()
         if init != "random":
             model._init_blocks(teacher, init)
+        if model.config.adapter_rank and adapter_init == "svd":
+            model._init_adapters(teacher)
         return model
 
     def freeze_embeddings(self) -> None:
@@ -432,6 +247,25 @@ class RaptorModel(RaptorPreTrainedModel):
             skipped = sorted(set(source) - set(fitting))
             if skipped and not number:
                 logger.warning(f"The {self.config.mlp_type} MLP, unlike the teacher's, starts at random: {skipped}.")
+
+    @torch.no_grad()
+    def _init_adapters(self, teacher: Any) -> None:
+        """Truncated SVD of what the matrices of every teacher layer differ from its block's by. All of the singular
+        value goes into the second factor, so that where nothing differs the first still passes a gradient on.
+        """
+        for block in self.blocks:
+            projections = {name: part for name, part in block.named_modules() if isinstance(part, RaptorLinear)}
+            for application, layer in enumerate(block.layers):
+                source = teacher.block_state(layer)
+                for name, projection in projections.items():
+                    target = source.get(f"{name}.weight")
+                    if target is None or target.shape != projection.weight.shape:
+                        continue  # the teacher's MLP is another one: the adapters keep their start of no change
+                    difference = target.to(projection.weight.device, torch.float32) - projection.weight.float()
+                    left, values, right = torch.linalg.svd(difference, full_matrices=False)
+                    rank = min(self.config.adapter_rank, len(values))
+                    projection.adapter_up[application, :, :rank] = left[:, :rank] * values[:rank]
+                    projection.adapter_down[application, :rank] = right[:rank]
 
 
 def _block_source(teacher: Any, layers: Sequence[int], how: str) -> Mapping[str, torch.Tensor]:

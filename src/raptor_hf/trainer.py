@@ -8,7 +8,6 @@ checkpoints hold.
 import copy
 import itertools
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,13 @@ from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
 from .arguments import DistillationArguments
+from .checkpoints import last_complete_checkpoint
 from .data import ImageDataset, PixelDataset, collate_pixels
 from .distillation import STAGES, RaptorForDistillation
 from .fidelity import Fidelity, FidelityAccumulator
 from .losses import layer_variances
 from .modeling_raptor import RaptorModel
+from .optimizers import MuonAdamW, block_parameter_groups
 from .teachers import Teacher
 
 logger = logging.get_logger(__name__)
@@ -213,7 +214,7 @@ class RaptorDistillationTrainer(Trainer):
         """Variances of the teacher's states from a seeded choice of training images: computed once by rank 0, stored
         with the run and the same from then on; `keep` takes the stored ones of a run that is gone on with.
         """
-        if self.args.loss_scale != "layer_variance" or self.model.loss_scale is not None:
+        if self.args.loss_scale == "none" or self.model.loss_scale is not None:
             return
         path = Path(self.args.output_dir) / SCALE_FILE
         if self.is_world_process_zero() and not (keep and path.is_file()):
@@ -222,7 +223,9 @@ class RaptorDistillationTrainer(Trainer):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(layer_variances(states, self.teacher.layout)))
         self.accelerator.wait_for_everyone()
-        self.model.loss_scale = json.loads(path.read_text())
+        variances = json.loads(path.read_text())
+        shared = self.args.loss_scale == "shared_variance"
+        self.model.loss_scale = dict.fromkeys(variances, variances["all"]) if shared else variances
 
     def _loss_scale_images(self) -> list[Any]:
         """A seeded choice of training images; of a stream the first ones."""
@@ -254,6 +257,24 @@ class RaptorDistillationTrainer(Trainer):
             for name, parameter in model.named_parameters()
             if "blocks." in name and parameter.ndim >= 2 and "depth_scale" not in name
         ]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's own, or with `block_optimizer="muon"` a [`MuonAdamW`].
+
+        Raises:
+            ValueError: if Muon shall run where parameters are sharded: it needs whole matrices.
+        """
+        args = self.args
+        if self.optimizer is None and args.block_optimizer == "muon":
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                raise ValueError(
+                    "block_optimizer='muon' needs whole matrices, but FSDP and DeepSpeed shard them; use 'adamw' there."
+                )
+            student = self.model if model is None else model
+            groups = block_parameter_groups(student, self.get_decay_parameter_names(student), args.weight_decay)
+            betas = (args.adam_beta1, args.adam_beta2)
+            self.optimizer = MuonAdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+        return super().create_optimizer(model)
 
     def compute_loss(
         self,
@@ -387,35 +408,6 @@ class RaptorDistillationTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Checkpoints stay where they are: they hold the wrapper and the optimiser."""
-
-
-def last_complete_checkpoint(output_dir: str | Path, world_size: int = 1) -> str | None:
-    """Newest checkpoint of a run that can be resumed; newer half-written ones are deleted.
-
-    The Trainer writes `trainer_state.json` last, so a checkpoint is complete when that file parses and every rank's
-    random state is there.
-
-    Args:
-        output_dir: folder that holds `checkpoint-N` folders.
-        world_size: number of processes.
-    """
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.split("-")[-1].isdigit()]
-    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
-        if _is_complete(folder, world_size):
-            return str(folder)
-        if (folder / "optimizer.pt").exists() or not (folder / "trainer_state.json").exists():
-            logger.warning(f"Checkpoint {folder.name} is incomplete, as after an interruption; it is deleted.")
-            shutil.rmtree(folder)
-    return None
-
-
-def _is_complete(folder: Path, world_size: int) -> bool:
-    try:
-        json.loads((folder / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return False
-    names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    return all((folder / name).is_file() for name in ("optimizer.pt", "scheduler.pt", *names))
 
 
 def _check_fit(model: RaptorModel, teacher: Teacher) -> None:
