@@ -253,19 +253,18 @@ class RaptorModel(RaptorPreTrainedModel):
         """Truncated SVD of what the matrices of every teacher layer differ from its block's by. All of the singular
         value goes into the second factor, so that where nothing differs the first still passes a gradient on.
         """
-        for block in self.blocks:
-            projections = {name: part for name, part in block.named_modules() if isinstance(part, RaptorLinear)}
-            for application, layer in enumerate(block.layers):
-                source = teacher.block_state(layer)
-                for name, projection in projections.items():
-                    target = source.get(f"{name}.weight")
-                    if target is None or target.shape != projection.weight.shape:
-                        continue  # the teacher's MLP is another one: the adapters keep their start of no change
-                    difference = target.to(projection.weight.device, torch.float32) - projection.weight.float()
-                    left, values, right = torch.linalg.svd(difference, full_matrices=False)
-                    rank = min(self.config.adapter_rank, len(values))
-                    projection.adapter_up[application, :, :rank] = left[:, :rank] * values[:rank]
-                    projection.adapter_down[application, :rank] = right[:rank]
+        schedule: Any = self.config.block_schedule
+        for layer, number in enumerate(schedule, 1):
+            application, source = schedule[: layer - 1].count(number), teacher.block_state(layer)
+            for name, projection in self.blocks[number].named_modules():
+                target = source.get(f"{name}.weight") if isinstance(projection, RaptorLinear) else None
+                if target is None or target.shape != projection.weight.shape:
+                    continue  # no projection, or the teacher's MLP is another one: no change to start with
+                weight, adapters = projection.weight.float(), (projection.adapter_down, projection.adapter_up)
+                left, values, right = torch.linalg.svd(target.to(weight) - weight, full_matrices=False)
+                rank = min(self.config.adapter_rank, len(values))
+                down, up = (adapter[application] for adapter in adapters if adapter is not None)
+                down[:rank], up[:, :rank] = right[:rank], left[:, :rank] * values[:rank]
 
 
 def _block_source(teacher: Any, layers: Sequence[int], how: str) -> Mapping[str, torch.Tensor]:

@@ -264,8 +264,8 @@ class RaptorDistillationTrainer(Trainer):
         Raises:
             ValueError: if Muon shall run where parameters are sharded: it needs whole matrices.
         """
-        args = self.args
-        if self.optimizer is None and args.block_optimizer == "muon":
+        args, made = self.args, getattr(self, "optimizer", None)
+        if made is None and args.block_optimizer == "muon":
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 raise ValueError(
                     "block_optimizer='muon' needs whole matrices, but FSDP and DeepSpeed shard them; use 'adamw' there."
