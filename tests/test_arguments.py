@@ -41,13 +41,13 @@ def make(**options):
         (
             "recommended",
             {
-                "learning_rate": 1e-4,
+                "learning_rate": 1e-3,
                 "weight_decay": 1e-4,
-                "warmup_steps": 0.025,
-                "max_grad_norm": 0.0,
+                "warmup_steps": 0.05,
+                "max_grad_norm": 1.0,
                 "error": "mse",
                 "layer_reduction": "mean",
-                "loss_scale": "layer_variance",
+                "loss_scale": "shared_variance",
                 "teacher_forcing_start": 0.5,
             },
         ),
@@ -56,16 +56,19 @@ def make(**options):
 def test_presets_are_the_tables_columns(preset, values):
     args = make(preset=preset)
     assert {name: getattr(args, name) for name in values} == values
-    assert args.num_train_epochs * args.blocks_share == 20
-    assert args.num_train_epochs * (1 - args.blocks_share) == 20
+    ours = preset == "recommended"
+    assert args.num_train_epochs == 40
+    assert args.blocks_share == (0.25 if ours else 0.5)
+    assert args.block_optimizer == ("muon" if ours else "adamw")
+    assert args.direction_weight == 0.0
     assert args.per_device_train_batch_size == 64
     assert args.lr_scheduler_type == "cosine_with_min_lr"
     assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
     assert args.optim in ("adamw_torch", "adamw_torch_fused")
     assert args.teacher_forcing_share == 0.25
     assert args.input_noise_std == 0.0
-    assert args.last_block_weights == [0.34, 0.33, 0.33]
-    assert args.end_to_end_weights == [0.45, 0.10, 0.45]
+    assert args.last_block_weights == ([0.2, 0.1, 0.7] if ours else [0.34, 0.33, 0.33])
+    assert args.end_to_end_weights == ([0.2, 0.1, 0.7] if ours else [0.45, 0.10, 0.45])
     assert args.objective == "hybrid"
 
 
@@ -115,6 +118,8 @@ def test_defaults_that_distillation_needs():
         ({"stage": "three"}, "stage='three' is unknown; use one of both, blocks, end_to_end"),
         ({"error": "l1"}, "error='l1' is unknown"),
         ({"layer_reduction": "max"}, "layer_reduction='max' is unknown"),
+        ({"block_optimizer": "sgd"}, "block_optimizer='sgd' is unknown; use one of adamw, muon"),
+        ({"direction_weight": -1.0}, "direction_weight=-1.0 must be 0 or more"),
         ({"loss_scale": "norm"}, "loss_scale='norm' is unknown; use one of none, layer_variance"),
         ({"objective": "x"}, "objective='x' is unknown"),
         ({"blocks_share": 1.5}, r"blocks_share=1\.5 must lie between 0 and 1"),

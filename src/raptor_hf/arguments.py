@@ -49,7 +49,19 @@ TRAINING_PRESETS: dict[str, dict[str, Any]] = {
         "layer_reduction": "mean",
         "teacher_forcing_start": 1.0,
     },
-    "recommended": {**_PAPER, "error": "mse", "layer_reduction": "mean", "loss_scale": "layer_variance"},
+    "recommended": {
+        **_PAPER,
+        "learning_rate": 1e-3,
+        "warmup_steps": 0.05,
+        "max_grad_norm": 1.0,
+        "blocks_share": 0.25,
+        "error": "mse",
+        "layer_reduction": "mean",
+        "loss_scale": "shared_variance",
+        "block_optimizer": "muon",
+        "last_block_weights": [0.2, 0.1, 0.7],
+        "end_to_end_weights": [0.2, 0.1, 0.7],
+    },
 }
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"init": "random", "mlp_type": "gelu", "depth_scale_init": "normal"},

@@ -183,7 +183,7 @@ def terminal(
 
 
 def layer_variances(hidden_states: Iterable[Sequence[torch.Tensor]], layout: TokenLayout) -> dict[str, list[float]]:
-    """Variance of the teacher's states by token group and layer, the scale of `loss_scale="layer_variance"`.
+    """Variance of the teacher's states by token group and layer, the scale of `loss_scale`.
 
     Feature norms grow with depth, so that an unscaled error is nearly all last layer. The variance is taken about every
     feature's mean over images and tokens of the group and averaged over features: an `"mse"` divided by it is 1 - R2.

@@ -174,6 +174,8 @@ class RaptorDistillationTrainer(Trainer):
             args.push_to_hub = False
             if args.max_steps > 0:
                 done = round(args.max_steps * shares["blocks"])
+                if 0 < shares["blocks"] < 1:  # both stages run: at least one step each, together no more than asked
+                    done = min(max(1, done), max(1, args.max_steps - 1))
                 args.max_steps = max(1, done if stage == "blocks" else args.max_steps - done)
             args.num_train_epochs = args.num_train_epochs * shares[stage]
             stages[stage] = args
