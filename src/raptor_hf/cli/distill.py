@@ -46,6 +46,9 @@ class StudentArguments:
     intermediate_size: int | str | None = field(default=None, metadata={"help": "MLP width, research or dinov2."})
     depth_scale: bool = field(default=True, metadata={"help": "Whether blocks are scaled by depth."})
     depth_scale_init: str | None = field(default=None, metadata={"help": "zeros or normal; default the preset's."})
+    adapter_rank: int | None = field(
+        default=None, metadata={"help": "Rank of the adapters of every application; none by default."}
+    )
     name: str | None = field(default=None, metadata={"help": "Name in the report; default raptor-k and the blocks."})
     overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
 
@@ -80,7 +83,8 @@ def main(argv: list[str]) -> int:
         )
     phases, record = _phases(student, teacher, train, train_images, args, output_dir)
     note(f"phases: {phases}")
-    fields = {key: getattr(student, key) for key in ("init", "mlp_type", "intermediate_size", "depth_scale_init")}
+    names = ("init", "mlp_type", "intermediate_size", "depth_scale_init", "adapter_rank")
+    fields = {key: getattr(student, key) for key in names}
     _, entry = distill(
         teacher, phases, args, train, evaluation,
         name=student.name or f"raptor-k{phases.num_blocks}", student={**fields, "depth_scale": student.depth_scale},
