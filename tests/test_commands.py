@@ -107,8 +107,9 @@ def test_distill_from_a_file_with_repeats_or_earlier_phases(teacher, photos, tmp
         f"teacher: {teacher}\ndataset: {photos}\nrepeats: [3, 1]\nmax_steps: 2\nlearning_rate: 3e-4\n"
         f"per_device_train_batch_size: 4\nuse_cpu: yes\neval_split: null\noutput_dir: {tmp_path / 'a'}\n"
     )
-    assert main(["distill", str(config), "--init", "last"]) == 0, capsys.readouterr().err
+    assert main(["distill", str(config), "--init", "last", "--adapter-rank", "2"]) == 0, capsys.readouterr().err
     entry = results(tmp_path / "a")["models"][0]
+    assert RaptorModel.from_pretrained(tmp_path / "a" / "model").config.adapter_rank == 2
     assert entry["block_schedule"] == [0, 0, 0, 1]
     assert entry["training"]["student"]["init"] == "last"
     assert entry["training"]["learning_rate"] == 3e-4
