@@ -72,6 +72,13 @@ def test_presets_are_the_tables_columns(preset, values):
     assert args.objective == "hybrid"
 
 
+def test_an_optimizer_that_was_asked_for_is_not_replaced():
+    assert make(optim="adafactor").block_optimizer == "adamw"
+    assert make(optim="adamw_torch").block_optimizer == "muon"
+    with pytest.raises(ValueError, match="optim='adafactor' and block_optimizer='muon' exclude each other"):
+        make(optim="adafactor", block_optimizer="muon")
+
+
 def test_model_halves_of_the_presets():
     assert MODEL_PRESETS["paper"] == {"init": "random", "mlp_type": "gelu", "depth_scale_init": "normal"}
     assert MODEL_PRESETS["research"] == {

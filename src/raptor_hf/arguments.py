@@ -156,6 +156,10 @@ class DistillationArguments(TrainingArguments):
         if self.preset not in TRAINING_PRESETS:
             raise ValueError(f"preset={self.preset!r} is unknown; use one of {', '.join(TRAINING_PRESETS)}.")
         own_schedule = self.lr_scheduler_type is not None
+        if str(getattr(self.optim, "value", self.optim)) not in ("adamw_torch", "adamw_torch_fused"):
+            if self.block_optimizer == "muon":
+                raise ValueError(f"optim={self.optim!r} and block_optimizer='muon' exclude each other; leave one out.")
+            self.block_optimizer = "adamw"  # the Trainer's own optimiser, the one that was asked for
         for name, value in TRAINING_PRESETS[self.preset].items():
             if getattr(self, name) is None and not (name == "lr_scheduler_kwargs" and own_schedule):
                 setattr(self, name, value)
