@@ -47,7 +47,8 @@ class MemoisedTeacher(Teacher):
         keys = [hash(image.numpy().tobytes()) for image in pixel_values]
         new = [number for number, key in enumerate(keys) if key not in memory]
         if new:
-            states = torch.stack(tuple(super().hidden_states(pixel_values[new])), dim=1)
+            with torch.autocast(pixel_values.device.type, enabled=False):  # what is measured against has full precision
+                states = torch.stack(tuple(super().hidden_states(pixel_values[new])), dim=1)
             memory.update({keys[number]: of_image for number, of_image in zip(new, states, strict=True)})
         return torch.stack([memory[key] for key in keys], dim=1).unbind()
 

@@ -137,3 +137,13 @@ def test_rank_out_of_range(rank, make_config):
 def test_unknown_adapter_init(make_teacher):
     with pytest.raises(ValueError, match="adapter_init='lora' is unknown; use one of zeros, svd"):
         RaptorModel.from_teacher(make_teacher(), (3,), adapter_init="lora")
+
+
+def test_one_graph_with_adapters(make_model, pixels):
+    model = make_model(adapter_rank=2)
+    with torch.no_grad():
+        expected = model(pixels).last_hidden_state
+        compiled = torch.compile(model, fullgraph=True, backend="eager")(pixels).last_hidden_state
+        exported = torch.export.export(model, (pixels,), strict=False).module()(pixels).last_hidden_state
+    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close(exported, expected)

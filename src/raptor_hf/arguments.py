@@ -77,6 +77,7 @@ class DistillationArguments(TrainingArguments):
     The length of the run (`max_steps`, or `num_train_epochs`) is that of both stages together and is divided by
     `blocks_share`. Sources of the defaults: arXiv 2512.19941, Sec. 3 and App. A (`preset="paper"`), and the research
     code (`"research"`); the two differ in learning rate, clipping, error and the start of teacher forcing.
+    `"recommended"` is what trials on a real teacher picked (`benchmarks/recipe.py`, LOG.md).
 
     Raises:
         ValueError: if a value is out of its range or unknown.

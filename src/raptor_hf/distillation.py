@@ -183,6 +183,7 @@ class RaptorForDistillation(RaptorPreTrainedModel):
         schedule = list(config.block_schedule or ())
 
         def error(token_weights: Mapping[str, float] | None) -> StateError:
+            """Error with the objective's options and these token weights."""
             return StateError(
                 config.token_layout, options.error, token_weights, self.loss_scale, options.direction_weight
             )
@@ -220,6 +221,7 @@ class RaptorForDistillation(RaptorPreTrainedModel):
         generator = torch.Generator(self.device).manual_seed(noise_seed)
 
         def step(block: int, hidden_states: torch.Tensor, depth: int | torch.Tensor) -> torch.Tensor:
+            """One application of a block to a disturbed input."""
             noise = torch.randn(
                 hidden_states.shape, generator=generator, device=hidden_states.device, dtype=hidden_states.dtype
             )

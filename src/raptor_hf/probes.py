@@ -238,6 +238,7 @@ class LinearProbe:
         """Function of the epoch to that epoch's shuffled batches of features and labels."""
 
         def epoch_batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            """Batches of one epoch: features computed anew, or those that were kept, in an order of seed and epoch."""
             generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
             if features is None:
                 pixels.set_epoch(epoch)

@@ -74,6 +74,7 @@ def _container(hint: Any, or_text: bool) -> tuple[Any, type, dict[str, Any]] | N
         return None
 
     def finish(items: list[Any]) -> Any:
+        """The items in the field's own shape; a lone one as it is where a plain text is allowed."""
         return items[0] if or_text and len(items) == 1 else shape(items)
 
     action = partial(_ListAction, finish=finish)
