@@ -6,11 +6,10 @@ Importing the package registers the Auto classes and nothing else; every name be
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
 
 from .configuration_raptor import RaptorConfig
-from .modeling_raptor import RaptorModel
-from .modeling_raptor_heads import RaptorForImageClassification
+from .modeling_raptor import RaptorBackbone, RaptorForImageClassification, RaptorModel
 
 if TYPE_CHECKING:
     from .phases import Phases, find_phases, layer_similarity
@@ -21,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DistillationArguments",
     "Phases",
+    "RaptorBackbone",
     "RaptorConfig",
     "RaptorDistillationTrainer",
     "RaptorForImageClassification",
@@ -40,7 +40,13 @@ _LAZY = {
 
 AutoConfig.register("raptor", RaptorConfig, exist_ok=True)
 AutoModel.register(RaptorConfig, RaptorModel, exist_ok=True)
+AutoBackbone.register(RaptorConfig, RaptorBackbone, exist_ok=True)
 AutoModelForImageClassification.register(RaptorConfig, RaptorForImageClassification, exist_ok=True)
+# A saved model brings its code along, for where this package is not installed.
+RaptorConfig.register_for_auto_class()
+RaptorModel.register_for_auto_class("AutoModel")
+RaptorBackbone.register_for_auto_class("AutoBackbone")
+RaptorForImageClassification.register_for_auto_class("AutoModelForImageClassification")
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.backbone_utils import BackboneConfigMixin
 
 from .tokens import Segment, TokenLayout, schedule_segments
 
@@ -18,7 +19,7 @@ _DEFAULT_REPEATS = (7, 3, 2)
 
 
 @strict
-class RaptorConfig(PreTrainedConfig):
+class RaptorConfig(BackboneConfigMixin, PreTrainedConfig):
     r"""Configuration of [`RaptorModel`], a ViT whose `L` layers are made by `k <= L` weight-tied blocks.
 
     The defaults are DINOv2-B/14 with four registers at 518 pixels, cut into the phases 7 | 3 | 2
@@ -54,6 +55,12 @@ class RaptorConfig(PreTrainedConfig):
         initializer_range (`float`, defaults to 0.02): standard deviation of random weights.
         teacher_name_or_path (`str`, *optional*): where the teacher came from.
         teacher_revision (`str`, *optional*): its revision.
+        out_features (`list[str]`, *optional*): feature maps of [`RaptorBackbone`], of `"stem"` (the embeddings) and
+            `"stage1"` to `"stageL"`, one stage per application of a block; the last one by default.
+        out_indices (`list[int]`, *optional*): the same as numbers of states, 0 for the stem.
+        apply_layernorm (`bool`, defaults to `True`): whether feature maps pass the final LayerNorm.
+        reshape_hidden_states (`bool`, defaults to `True`): whether feature maps are the patches as an image, or states
+            with all their tokens.
 
     Raises:
         ValueError: if sizes, heads, names or the schedule do not fit; the message gives value, rule and remedy.
@@ -92,6 +99,10 @@ class RaptorConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     teacher_name_or_path: str | None = None
     teacher_revision: str | None = None
+    apply_layernorm: bool = True
+    reshape_hidden_states: bool = True
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.block_schedule is None and self.num_hidden_layers == sum(_DEFAULT_REPEATS):
@@ -100,6 +111,7 @@ class RaptorConfig(PreTrainedConfig):
             self.block_schedule = [int(block) for block in self.block_schedule]
         self.intermediate_size = _resolve_width(self.intermediate_size, self.hidden_size)
         check_config(self)
+        self.set_output_features_output_indices(kwargs.pop("out_features", None), kwargs.pop("out_indices", None))
         super().__post_init__(**kwargs)
 
     def validate_raptor(self) -> None:
@@ -147,6 +159,11 @@ class RaptorConfig(PreTrainedConfig):
     def num_blocks(self) -> int:
         """`k`, the number of weight-tied blocks."""
         return len(set(self.block_schedule or ()))
+
+    @property
+    def stage_names(self) -> list[str]:
+        """Names of the states that can be feature maps: the stem, then one stage per layer."""
+        return ["stem", *(f"stage{layer}" for layer in range(1, self.num_hidden_layers + 1))]
 
     @property
     def segments(self) -> list[Segment]:

@@ -1,9 +1,12 @@
-"""The Raptor model: a Vision Transformer whose layers are a few weight-tied blocks applied again and again.
+"""The Raptor model, a Vision Transformer whose layers are a few weight-tied blocks applied again and again, and what is
+built on it: backbone and task heads.
 
-Its modules are in `modeling_raptor_layers`. Copied to the Hub with every saved model: imports torch, transformers and
-flat siblings only.
+Its modules are in `modeling_raptor_layers`. All classes that an Auto class can load stand in this file: of custom code
+the library fetches the file of the class that is loaded and what it imports, and a model that is saved again must still
+bring the others. Copied to the Hub with every saved model: imports torch, transformers and flat siblings only.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +14,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.backbone_utils import BackboneMixin
+from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.utils import logging
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import (
+    capture_outputs,
+    resolve_hidden_states_indices,
+    selected_hidden_states,
+)
 
 from .configuration_raptor import RaptorConfig, check_config
 from .modeling_raptor_layers import (
@@ -25,6 +33,7 @@ from .modeling_raptor_layers import (
     RaptorLayerScale,
     RaptorLinear,
 )
+from .tokens import patch_grid
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +41,12 @@ DEPTH_SCALE_STD = 1e-4
 RANDOM_LAYERSCALE = 1e-5
 INITS = ("first", "middle", "last", "mean", "random")
 ADAPTER_INITS = ("zeros", "svd")
+AUTO_MAP = {
+    "AutoConfig": "configuration_raptor.RaptorConfig",
+    "AutoModel": "modeling_raptor.RaptorModel",
+    "AutoBackbone": "modeling_raptor.RaptorBackbone",
+    "AutoModelForImageClassification": "modeling_raptor.RaptorForImageClassification",
+}
 
 
 class RaptorPreTrainedModel(PreTrainedModel):
@@ -78,6 +93,14 @@ class RaptorPreTrainedModel(PreTrainedModel):
                     init.normal_(parameter, std=DEPTH_SCALE_STD)
                 else:
                     init.zeros_(parameter)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Saves weights and configuration and, for the classes of this file, the code that loads them where this package
+        is not installed, under every Auto class; arguments as in the library.
+        """
+        if type(self).__module__ == __name__:
+            self.config.auto_map = dict(AUTO_MAP)  # the library adds the class that is saved, and links the others
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -267,6 +290,102 @@ class RaptorModel(RaptorPreTrainedModel):
                 down[:rank], up[:, :rank] = right[:rank], left[:, :rank] * values[:rank]
 
 
+class RaptorBackbone(BackboneMixin, RaptorPreTrainedModel):
+    """Feature maps of a Raptor for dense heads: the states that `config.out_features` names, one stage per application
+    of a block. No layer after the last of them is run.
+
+    `AutoBackbone.from_pretrained` needs a Hub id (transformers 5.24); [`RaptorBackbone.from_pretrained`] also takes a
+    folder.
+    """
+
+    def __init__(self, config: RaptorConfig) -> None:
+        super().__init__(config)
+        self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
+        self.raptor = RaptorModel(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, pixel_values: torch.Tensor, **kwargs: Any) -> BackboneOutput:
+        """Feature maps of images.
+
+        Args:
+            pixel_values: images `(batch_size, num_channels, height, width)`, sides multiples of the patch size.
+            kwargs: as [`RaptorModel.forward`].
+
+        Returns:
+            `feature_maps`, one per name in `config.out_features`, each `(batch_size, hidden_size, rows, columns)`, or
+            `(batch_size, seq_length, hidden_size)` without `config.reshape_hidden_states`; `hidden_states` and
+            `attentions` when asked for, of all layers.
+
+        Raises:
+            ValueError: as [`RaptorModel.forward`].
+        """
+        wanted = kwargs.pop("output_hidden_states", self.config.output_hidden_states)
+        layers = [self.stage_names.index(name) for name in self.out_features]
+        runs_fully = wanted or kwargs.get("output_attentions", self.config.output_attentions)
+        end_layer = self.config.num_hidden_layers if runs_fully else max(1, *layers)
+        kwargs.update(return_dict=True, output_hidden_states=True)
+        outputs = self.raptor(pixel_values, end_layer=end_layer, **kwargs)
+        hidden_states = outputs.hidden_states
+        feature_maps = tuple(self._feature_map(hidden_states[layer], pixel_values) for layer in layers)
+        chosen = selected_hidden_states(wanted)
+        if chosen is not None:
+            chosen = resolve_hidden_states_indices(self, chosen, num_hidden_states=len(hidden_states))
+            hidden_states = tuple(state if index in chosen else None for index, state in enumerate(hidden_states))
+        return BackboneOutput(
+            feature_maps=feature_maps,
+            hidden_states=hidden_states if wanted else None,
+            attentions=outputs.attentions,
+        )
+
+    def _feature_map(self, hidden_states: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.config.apply_layernorm:
+            hidden_states = self.raptor.layernorm(hidden_states)
+        if not self.config.reshape_hidden_states:
+            return hidden_states
+        height, width = pixel_values.shape[-2:]
+        grid = patch_grid(height, width, self.config.patch_size)
+        patches = self.config.token_layout.select(hidden_states, "patch")
+        return patches.transpose(1, 2).unflatten(-1, grid).contiguous()
+
+
+class RaptorForImageClassification(RaptorPreTrainedModel):
+    """A linear classifier on `[cls, mean patch]` of the final LayerNorm's output, DINOv2's linear head and the
+    ImageNet-1k probe of arXiv 2512.19941, App. A.4. Registers are left out of the mean.
+    """
+
+    def __init__(self, config: RaptorConfig) -> None:
+        super().__init__(config)
+        self.num_labels = int(config.num_labels or 0)
+        self.raptor = RaptorModel(config)
+        self.classifier = nn.Linear(2 * config.hidden_size, self.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> ImageClassifierOutput:
+        """Logits, and the loss when labels are given.
+
+        Args:
+            pixel_values: images `(batch_size, num_channels, height, width)`.
+            labels: class numbers `(batch_size,)` for cross entropy; `(batch_size, num_labels)` floats for several
+                labels at once; floats for regression (`config.problem_type`).
+            kwargs: as [`RaptorModel.forward`].
+
+        Returns:
+            `loss` `()`, `logits` `(batch_size, num_labels)`, and `hidden_states`, `attentions` when asked for.
+        """
+        outputs = self.raptor(pixel_values, return_dict=True, **kwargs)
+        logits = self.classifier(self.config.token_layout.pool(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
 def _block_source(teacher: Any, layers: Sequence[int], how: str) -> Mapping[str, torch.Tensor]:
     if how == "mean":
         states = [teacher.block_state(layer) for layer in layers]
@@ -275,4 +394,4 @@ def _block_source(teacher: Any, layers: Sequence[int], how: str) -> Mapping[str,
     return teacher.block_state(layers[position])
 
 
-__all__ = ["RaptorModel", "RaptorPreTrainedModel"]
+__all__ = ["RaptorBackbone", "RaptorForImageClassification", "RaptorModel", "RaptorPreTrainedModel"]

@@ -1,11 +1,12 @@
-"""The image classifier: its features, its loss, and how it shares checkpoints with the base model."""
+"""What is built on the base model: the image classifier, the backbone, and how they share checkpoints with it."""
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
 
-from raptor_hf import RaptorForImageClassification, RaptorModel
+from raptor_hf import RaptorBackbone, RaptorForImageClassification, RaptorModel
+from raptor_hf.distillation import RaptorForDistillation
 
 
 @pytest.fixture
@@ -158,3 +159,101 @@ def test_auto_classes(classifier, tiny_config, tmp_path):
     assert type(AutoModelForImageClassification.from_pretrained(tmp_path)) is RaptorForImageClassification
     assert type(AutoModel.from_config(tiny_config)) is RaptorModel
     assert type(AutoModelForImageClassification.from_config(tiny_config)) is RaptorForImageClassification
+    assert type(AutoBackbone.from_config(tiny_config)) is RaptorBackbone
+
+
+@pytest.mark.parametrize("num_registers", [0, 4])
+@pytest.mark.parametrize("layernorm", [True, False])
+def test_feature_maps_are_the_patches_as_an_image(num_registers, layernorm, make_model):
+    """All stages of an image of 2 x 3 patches; one value of the map against one token of the state."""
+    model = make_model(
+        RaptorBackbone, num_register_tokens=num_registers, apply_layernorm=layernorm, out_indices=[0, 1, 2, 3]
+    )
+    pixels = torch.randn(2, 3, 28, 42)
+    with torch.no_grad():
+        outputs = model(pixels)
+        states = model.raptor(pixels, output_hidden_states=True).hidden_states
+        states = [model.raptor.layernorm(state) if layernorm else state for state in states]
+    assert model.out_features == ["stem", "stage1", "stage2", "stage3"]
+    assert model.channels == [32] * 4
+    assert outputs.hidden_states is None
+    assert outputs.attentions is None
+    for feature_map, state in zip(outputs.feature_maps, states, strict=True):
+        assert feature_map.shape == (2, 32, 2, 3)
+        torch.testing.assert_close(feature_map[:, :, 1, 0], state[:, 1 + num_registers + 3])
+        torch.testing.assert_close(feature_map[:, :, 0, 2], state[:, 1 + num_registers + 2])
+
+
+def test_backbone_runs_no_layer_after_the_last_stage(make_model, pixels):
+    model = make_model(RaptorBackbone, out_features=["stage1"])
+    calls = []
+    for block in model.raptor.blocks:
+        block.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(pixels)
+        assert len(calls) == 1
+        asked = model(pixels, output_hidden_states=True)
+        assert len(calls) == 1 + 3
+        some = model(pixels, output_hidden_states=[0, -1])
+    assert len(asked.hidden_states) == 4
+    assert [state is not None for state in some.hidden_states] == [True, False, False, True]
+    assert torch.equal(some.hidden_states[3], asked.hidden_states[3])
+
+
+def test_backbone_states_and_attentions(make_model, pixels):
+    model = make_model(RaptorBackbone, reshape_hidden_states=False, out_indices=[-1], apply_layernorm=False)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        outputs = model(pixels, output_attentions=True, output_hidden_states=True)
+        feature_maps, states, attentions = model(
+            pixels, output_attentions=True, output_hidden_states=True, return_dict=False
+        )
+    assert torch.equal(outputs.feature_maps[0], outputs.hidden_states[3])
+    assert torch.equal(feature_maps[0], outputs.feature_maps[0])
+    assert (len(states), len(attentions), len(outputs.attentions)) == (4, 3, 3)
+
+
+def test_stages_follow_the_number_of_layers(make_config, make_model, tmp_path):
+    with pytest.raises(ValueError, match=r"out_features must be a subset of stage_names.*stage9"):
+        make_config(out_features=["stage9"])
+    make_model(RaptorBackbone, out_features=["stage1", "stage3"]).save_pretrained(tmp_path)
+    assert RaptorBackbone.from_pretrained(tmp_path).out_indices == [1, 3]
+    assert RaptorBackbone.from_pretrained(tmp_path, out_indices=[2]).out_features == ["stage2"]
+    shorter = {"num_hidden_layers": 2, "block_schedule": [0, 1]}
+    with pytest.raises(ValueError, match="out_features must be a subset of stage_names"):
+        RaptorBackbone.from_pretrained(tmp_path, **shorter)
+    assert RaptorBackbone.from_pretrained(tmp_path, **shorter, out_indices=[2]).out_features == ["stage2"]
+    assert AutoConfig.from_pretrained(tmp_path).stage_names == ["stem", "stage1", "stage2", "stage3"]
+
+
+def test_a_dense_head_learns_on_the_backbone(make_model):
+    """A 1 x 1 convolution on two stages learns to tell dark patches from bright ones, the backbone frozen."""
+    model = make_model(RaptorBackbone, out_indices=[1, 3]).requires_grad_(False)
+    head = torch.nn.Conv2d(sum(model.channels), 2, 1)
+    target = torch.randint(0, 2, (8, 4, 4), generator=torch.Generator().manual_seed(3))
+    pixels = (2.0 * target - 1)[:, None].repeat_interleave(14, -2).repeat_interleave(14, -1).expand(-1, 3, -1, -1)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.05)
+    features = torch.cat(model(pixels).feature_maps, dim=1)
+    for _ in range(40):
+        optimizer.zero_grad()
+        F.cross_entropy(head(features), target).backward()
+        optimizer.step()
+    assert (head(features).argmax(1) == target).float().mean() > 0.95
+
+
+CLASSES = (RaptorModel, RaptorBackbone, RaptorForImageClassification, RaptorForDistillation)
+
+
+@pytest.mark.parametrize("target", CLASSES)
+@pytest.mark.parametrize("source", CLASSES)
+def test_checkpoints_load_into_each_other(source, target, make_model, tmp_path):
+    """Base, backbone, head and distillation checkpoints: the head alone is missing or too much, and is reported."""
+    saved = make_model(source)
+    saved.save_pretrained(tmp_path)
+    loaded, info = target.from_pretrained(tmp_path, output_loading_info=True)
+    head = {"classifier.weight", "classifier.bias"}
+    is_head = [cls is RaptorForImageClassification for cls in (source, target)]
+    assert set(info["missing_keys"]) == (head if is_head == [False, True] else set())
+    assert set(info["unexpected_keys"]) == (head if is_head == [True, False] else set())
+    own, other = (getattr(model, "raptor", model).state_dict() for model in (loaded, saved))
+    assert all(torch.equal(own[name], other[name]) for name in other)
