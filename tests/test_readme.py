@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from raptor_hf.data import dinov2_processor
-from raptor_hf.report import summary_rows
+from raptor_hf.results import summary_rows
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

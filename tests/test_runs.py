@@ -1,4 +1,4 @@
-"""A distillation as a folder: phases kept, runs gone on with, and records without private paths."""
+"""A distillation as a folder: phases kept, and runs gone on with."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from raptor_hf import DistillationArguments, RaptorModel
 from raptor_hf.data import PixelDataset, dinov2_processor, load_images
 from raptor_hf.phases import Phases
-from raptor_hf.runs import dataset_record, discover_phases, distill, new_results, public_name, teacher_record
+from raptor_hf.runs import discover_phases, distill
 
 
 @pytest.fixture
@@ -75,20 +75,3 @@ def test_the_preset_chooses_the_student_and_a_value_wins(teacher, pixels, tmp_pa
     )  # fmt: skip
     assert model.config.mlp_type == "gelu"
     assert record["training"]["student"]["init"] == "last"
-
-
-def test_records_have_no_private_paths(teacher, pixels, tmp_path):
-    folder = tmp_path / "my-teacher"
-    folder.mkdir()
-    assert public_name(str(folder)) == "my-teacher"
-    assert public_name("org/model") == "org/model"
-    teacher.name_or_path = str(folder)
-    record = teacher_record(teacher)
-    assert record["name"] == "my-teacher"
-    assert record["num_layers"] == 4
-    assert str(tmp_path) not in json.dumps([record, new_results("t", "c", 0), dataset_record(pixels, None)])
-
-
-def test_dataset_record_counts_what_was_left_out(pixels):
-    pixels.images.num_skipped = 2
-    assert dataset_record(pixels, pixels) == {"name": "digits", "num_train": 8, "num_test": 8, "num_skipped": 4}

@@ -95,8 +95,8 @@ class RaptorPreTrainedModel(PreTrainedModel):
                     init.zeros_(parameter)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Saves weights and configuration and, for the classes of this file, the code that loads them where this package
-        is not installed, under every Auto class; arguments as in the library.
+        """Saves weights, configuration and, for the classes of this file, the code that loads them without this package
+        under every Auto class; arguments as in the library.
         """
         if type(self).__module__ == __name__:
             self.config.auto_map = dict(AUTO_MAP)  # the library adds the class that is saved, and links the others

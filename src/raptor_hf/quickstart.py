@@ -35,17 +35,9 @@ from .data import ImageDataset, PixelDataset, collate_pixels, load_images
 from .modeling_raptor import RaptorModel
 from .phases import Phases
 from .probes import LinearProbe, ProbeArguments, ProbeResult
-from .report import read_json, write_json, write_report
-from .runs import (
-    MODEL_FOLDER,
-    PHASES_FILE,
-    RESULTS_FILE,
-    dataset_record,
-    discover_phases,
-    distill,
-    new_results,
-    teacher_record,
-)
+from .report import write_report
+from .results import RESULTS_FILE, dataset_record, new_results, read_json, teacher_record, write_json
+from .runs import MODEL_FOLDER, PHASES_FILE, discover_phases, distill
 from .teachers import Teacher
 
 TEACHER_FOLDER = "teacher"

@@ -14,46 +14,12 @@ from .arguments import MODEL_PRESETS, DistillationArguments
 from .data import PixelDataset
 from .modeling_raptor import RaptorModel
 from .phases import Phases, find_phases, layer_similarity
-from .report import environment, read_json, write_json
+from .results import read_json, write_json
 from .teachers import Teacher
 from .trainer import RaptorDistillationTrainer
 
-RESULTS_FILE = "results.json"
 PHASES_FILE = "phases.json"
 MODEL_FOLDER = "model"
-
-
-def new_results(title: str, command: str, seed: int) -> dict[str, Any]:
-    """The head of a `results.json`: format, title, command, seed and environment."""
-    return {"format": 1, "title": title, "command": command, "seed": seed, "environment": environment()}
-
-
-def teacher_record(teacher: Teacher) -> dict[str, Any]:
-    """What reports say of a teacher; a folder is named by its last part."""
-    config = teacher.model.config
-    return {
-        "name": public_name(teacher.name_or_path),
-        "model_type": config.model_type,
-        "num_layers": teacher.num_layers,
-        "hidden_size": teacher.hidden_size,
-        "num_parameters": teacher.model.num_parameters(),
-    }
-
-
-def public_name(name_or_path: str) -> str:
-    """A Hub id as it is; of a path only the last part, since reports are shared and paths are private."""
-    return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
-
-
-def dataset_record(train: PixelDataset, evaluation: PixelDataset | None) -> dict[str, Any]:
-    """What reports say of the images: name, numbers, and how many damaged ones were left out."""
-    sets = [pixels.images for pixels in (train, evaluation) if pixels is not None]
-    return {
-        "name": public_name(train.images.name),
-        "num_train": len(train),
-        "num_test": 0 if evaluation is None else len(evaluation),
-        "num_skipped": sum(images.num_skipped for images in sets),
-    }
 
 
 def discover_phases(

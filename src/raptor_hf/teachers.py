@@ -210,7 +210,7 @@ class Teacher:
             "num_register_tokens": self.layout.num_register_tokens,
             "interpolate_antialias": self.family.antialias,
             "initializer_range": config.initializer_range,
-            "teacher_name_or_path": self.name_or_path,
+            "teacher_name_or_path": public_name(self.name_or_path),
             "teacher_revision": self.revision,
         }
 
@@ -275,6 +275,13 @@ class HiddenStates:
                 batch = []
         if batch:
             yield self.teacher.hidden_states(self.teacher.pixel_values(batch))
+
+
+def public_name(name_or_path: str) -> str:
+    """A Hub id as it is; of a path only the last part, since reports and models are shared and paths are private."""
+    path = Path(name_or_path).expanduser()
+    is_path = path.exists() or name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2 or "\\" in name_or_path
+    return path.resolve().name if is_path else name_or_path
 
 
 def _family(config: PreTrainedConfig) -> ViTFamily:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..data import ImageDataset, PixelDataset, load_images
-from ..runs import RESULTS_FILE
+from ..results import RESULTS_FILE
 from ..teachers import Teacher
 from .console import note, status
 from .values import UsageError

@@ -10,19 +10,18 @@ from accelerate import PartialState
 from ..arguments import DistillationArguments
 from ..data import ImageDataset, PixelDataset
 from ..phases import Phases
-from ..report import read_json, summary_rows, write_json, write_report
-from ..runs import (
-    MODEL_FOLDER,
-    PHASES_FILE,
+from ..report import write_report
+from ..results import (
     RESULTS_FILE,
     dataset_record,
-    discover_phases,
-    distill,
     new_results,
-    public_name,
+    read_json,
+    summary_rows,
     teacher_record,
+    write_json,
 )
-from ..teachers import Teacher
+from ..runs import MODEL_FOLDER, PHASES_FILE, discover_phases, distill
+from ..teachers import Teacher, public_name
 from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, to_pixels
 from .console import is_main_process, note, status, table
 from .parsing import parse, require_world_size

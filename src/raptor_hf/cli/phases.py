@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..phases import Phases
-from ..report import write_json, write_report
-from ..runs import PHASES_FILE, RESULTS_FILE, discover_phases, new_results, public_name, teacher_record
+from ..report import write_report
+from ..results import RESULTS_FILE, new_results, teacher_record, write_json
+from ..runs import PHASES_FILE, discover_phases
+from ..teachers import public_name
 from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, to_pixels
 from .console import note, status, table
 from .parsing import parse

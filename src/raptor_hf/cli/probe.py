@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
 from ..modeling_raptor import RaptorModel
 from ..probes import LinearProbe, ProbeArguments
-from ..report import write_json, write_report
-from ..runs import RESULTS_FILE, new_results, public_name
-from ..teachers import Teacher
+from ..report import write_report
+from ..results import RESULTS_FILE, new_results, write_json
+from ..teachers import Teacher, public_name
 from .common import ImageArguments, check_finished, load_split
 from .console import note, status, table
 from .parsing import parse

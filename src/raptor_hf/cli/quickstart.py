@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from ..quickstart import QuickstartArguments, clear, run_quickstart
-from ..report import summary_rows
+from ..results import summary_rows
 from .common import check_finished
 from .console import note, status, table
 from .parsing import parse

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..report import read_json, summary_rows, write_report
-from ..runs import RESULTS_FILE
+from ..report import write_report
+from ..results import RESULTS_FILE, read_json, summary_rows
 from .console import note, table, warn
 from .parsing import parse
 from .values import UsageError
