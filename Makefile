@@ -10,7 +10,7 @@ STAMP := $(VENV)/.raptor_hf-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-slow check bench
+.PHONY: help install quickstart test test-slow check bench cards
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-12s %s\n' "$$name" "$$text"; done
@@ -36,6 +36,9 @@ check: $(STAMP) ## lint, formatting, types, layering, README tree
 
 bench: $(STAMP) ## time the phase search beside plain implementations
 	$(BIN)/python benchmarks/phases.py $(ARGS)
+
+cards: $(STAMP) ## render the cards in model_cards from the recorded results
+	for folder in model_cards/*/; do $(BIN)/raptor-hf card $$folder --results examples/quickstart $(ARGS) || exit 1; done
 
 $(STAMP): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -2,7 +2,7 @@
 
 Users are `alice` and `bob`, their tokens `hf_alice` and `hf_bob`. `*.safetensors` and `*.onnx` are LFS files, all the
 others regular. `requests` lists every call as `(method, path)`; with `fail_after = n` every call after the next `n` is
-answered 503, as by a Hub that is down. As a command it runs another one against a Hub of its own:
+answered 507, which the client does not try again. As a command it runs another one against a Hub of its own:
 
     python tests/hub_server.py -- python examples/04_hub_round_trip.py alice/raptor
 """
@@ -79,9 +79,9 @@ class Hub(ThreadingHTTPServer):
 class Answer(Exception):
     """What a route answers instead of 200."""
 
-    def __init__(self, status, code=None, message=""):
+    def __init__(self, status, code=None, message="", **content):
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+        self.status, self.code, self.content = status, code, {"error": message, **content}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -111,10 +111,14 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query = parse_qs(url.query)
         try:
+            if url.path.startswith("/fail-after/"):  # for a client that cannot reach into this object
+                number = url.path.split("/")[-1]
+                self.server.fail_after = int(number) if number.isdigit() else None
+                return self.reply(200, {})
             if self.server.fail_after is not None:
                 self.server.fail_after -= 1
                 if self.server.fail_after < 0:
-                    raise Answer(503, message="the Hub is down")
+                    raise Answer(507, message="the Hub is full")
             for method, pattern, name in self.routes:
                 match = re.fullmatch(pattern, url.path)
                 if match and method == self.command:
@@ -123,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Answer(404, message=f"no route for {self.command} {url.path}")
         except Answer as answer:
             headers = {"X-Error-Code": answer.code} if answer.code else {}
-            return self.reply(answer.status, {"error": answer.message}, headers)
+            return self.reply(answer.status, answer.content, headers)
 
     do_HEAD = do_POST = do_PUT = do_GET
 
@@ -167,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Answer(401 if user is None else 403, message=f"You don't have the rights to create under {owner}")
         name, url = f"{owner}/{wanted['name']}", f"{self.server.endpoint}/{owner}/{wanted['name']}"
         if name in self.server.repos:
-            raise Answer(409, message="You already created this model repo")
+            raise Answer(409, message="You already created this model repo", url=url)
         repo = self.server.repos[name] = Repo(wanted.get("private", wanted.get("visibility") == "private"))
         repo.commit("main", {}, "initial commit")
         return ({"url": url, "name": name, "id": name},)

@@ -38,6 +38,7 @@ RANKS = (
     "optimizers",
     "checkpoints",
     "arguments",
+    "saving",
     "trainer",
     "probes",
     "interventions",
@@ -58,6 +59,7 @@ MODEL_OR_TRAINER = {
     "modeling_raptor",
     "distillation",
     "arguments",
+    "saving",
     "trainer",
 }
 # Calls that may stand alone at module level, by file.

@@ -408,7 +408,7 @@ def test_checkpoints_hold_the_wrapper_and_models_the_student(make_trainer, tmp_p
     trainer = make_trainer(stage="end_to_end")
     trainer.train()
     trainer.save_model(str(tmp_path / "model"))
-    files = {path.name for path in (tmp_path / "model").iterdir()}
+    files = {path.name for path in (tmp_path / "model").iterdir() if path.suffix != ".py"}
     assert files == {"config.json", "model.safetensors", "preprocessor_config.json"}
     model, report = RaptorModel.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not report["missing_keys"]
@@ -419,24 +419,6 @@ def test_checkpoints_hold_the_wrapper_and_models_the_student(make_trainer, tmp_p
     for folder in (checkpoint, tmp_path / "model"):
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         assert dict(processor.crop_size) == {"height": 28, "width": 28}
-
-
-def test_pushing_sends_the_student_and_its_processor_alone(make_trainer, monkeypatch):
-    trainer = make_trainer("raptor-k2", hub_model_id="org/raptor-k2")
-    sent = []
-    for item in (trainer.raptor, trainer.processing_class):
-        monkeypatch.setattr(
-            item,
-            "push_to_hub",
-            lambda repo_id, _item=item, **kwargs: sent.append((_item, repo_id, kwargs)),
-            raising=False,
-        )
-    trainer.push_to_hub(private=True)
-    options = {"commit_message": "End of training", "private": True}
-    assert sent == [
-        (trainer.processing_class, "org/raptor-k2", options),
-        (trainer.raptor, "org/raptor-k2", options),
-    ]
 
 
 # ---- streams and changed batches ----

@@ -54,6 +54,7 @@ class RaptorPreTrainedModel(PreTrainedModel):
 
     config: RaptorConfig
     base_model_prefix = "raptor"
+    model_tags = ["raptor", "raptor_hf", "custom_code"]
     main_input_name = "pixel_values"
     input_modalities = ["image"]
     supports_gradient_checkpointing = True

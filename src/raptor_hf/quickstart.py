@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from .arguments import DistillationArguments
+from .cards import write_card
 from .data import ImageDataset, PixelDataset, collate_pixels, load_images
 from .modeling_raptor import RaptorModel
 from .phases import Phases
@@ -130,6 +131,8 @@ def run_quickstart(
     }
     write_json(output_dir / RESULTS_FILE, results)
     write_report(output_dir, results)
+    for entry in entries:
+        write_card(output_dir / entry["path"])
     return read_json(output_dir / RESULTS_FILE)
 
 

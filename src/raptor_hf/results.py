@@ -24,6 +24,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Mapping
 from enum import Enum
@@ -41,6 +42,25 @@ RESULTS_FORMAT = 1
 RESULTS_FILE = "results.json"
 ABSENT, TEACHER = "–", "teacher"
 HEADER = "Model|Blocks|Schedule|Parameters|Of teacher|Top-1 (%)|Retained|Mean R²|Last-layer R²|Mean cosine".split("|")
+# Beside preset, student, steps, batch size and learning rate; what a card says of a training.
+RECORDED_ARGUMENTS = (
+    "weight_decay",
+    "warmup_steps",
+    "lr_scheduler_type",
+    "max_grad_norm",
+    "block_optimizer",
+    "blocks_share",
+    "objective",
+    "error",
+    "layer_reduction",
+    "loss_scale",
+    "direction_weight",
+    "teacher_forcing_start",
+    "teacher_forcing_share",
+    "last_block_weights",
+    "end_to_end_weights",
+    "bf16",
+)
 CURVES = {"r2": "R²", "cosine": "Cosine similarity"}
 # An absolute path at the start of a word: only its last part says something to a reader elsewhere.
 _FOLDERS = re.compile(r"""(?:(?<=^)|(?<=[\s'"=]))(?:~|[A-Za-z]:)?[\\/](?:[^\s'"\\/]+[\\/])+""", re.MULTILINE)
@@ -72,6 +92,67 @@ def dataset_record(train: PixelDataset, evaluation: PixelDataset | None) -> dict
         "num_test": 0 if evaluation is None else len(evaluation),
         "num_skipped": sum(images.num_skipped for images in sets),
     }
+
+
+def model_record(
+    model: Any,
+    args: Any,
+    *,
+    name: str,
+    path: str,
+    steps: int,
+    history: list[dict[str, Any]],
+    student: Mapping[str, Any] | None = None,
+    fidelity: Any = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """What results say of a distilled Raptor.
+
+    Args:
+        model: the [`RaptorModel`].
+        args: the [`DistillationArguments`] it was trained with.
+        name, path: its name, and its folder relative to the results.
+        steps, history: optimiser steps of all stages, and the trainer's log.
+        student: how it was made from the teacher.
+        fidelity: [`Fidelity`] on held-out images, if it was measured.
+        seconds: of wall clock.
+    """
+    arguments = {field: getattr(args, field) for field in RECORDED_ARGUMENTS}
+    record = {
+        "name": name,
+        "path": path,
+        "num_blocks": model.config.num_blocks,
+        "block_schedule": list(model.config.block_schedule or ()),
+        "num_parameters": model.num_parameters(),
+        "seeds": [args.seed],
+        "training": {
+            "preset": args.preset,
+            "student": dict(student or {}),
+            "steps": steps,
+            "batch_size": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
+            "learning_rate": args.learning_rate,
+            "seconds": seconds,
+            **arguments,
+            "history": history,
+        },
+    }
+    if fidelity is not None:
+        record["fidelity"] = fidelity.to_dict()
+    return record
+
+
+def trainer_results(trainer: Any, name: str) -> dict[str, Any]:
+    """What a [`RaptorDistillationTrainer`] can say of its run, as `results.json` does; `name` is the student's."""
+    model = model_record(
+        trainer.raptor, trainer.args, name=name, path=".", steps=trainer.state.global_step, history=[],
+        fidelity=trainer.fidelity,
+    )  # fmt: skip
+    teacher = teacher_record(trainer.teacher)
+    results = {**new_results(name, "", trainer.args.seed), "teacher": teacher, "models": [model]}
+    if isinstance(trainer.train_dataset, PixelDataset):
+        evaluation = trainer.eval_dataset if isinstance(trainer.eval_dataset, PixelDataset) else None
+        results["dataset"] = dataset_record(trainer.train_dataset, evaluation)
+    return without_folders(to_plain(results))
 
 
 def to_plain(data: Any) -> Any:
@@ -133,6 +214,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in ("torch", "transformers", "accelerate", "raptor_hf")},
+        "raptor_hf_commit": _commit(),
         "system": platform.system(),
         "machine": platform.machine(),
         "cpu": _cpu_name(),
@@ -166,13 +248,15 @@ def summary_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
     return [HEADER[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
-def without_folders(data: Any, folder: str) -> Any:
+def without_folders(data: Any, folder: str | None = None) -> Any:
     """Absolute paths in all texts, keys too, made relative to `folder` or cut down to their last part."""
     if isinstance(data, dict):
         return {without_folders(key, folder): without_folders(value, folder) for key, value in data.items()}
     if isinstance(data, list):
         return [without_folders(value, folder) for value in data]
-    return _FOLDERS.sub("", data.replace(folder + os.sep, "")) if isinstance(data, str) else data
+    if not isinstance(data, str):
+        return data
+    return _FOLDERS.sub("", data if folder is None else data.replace(folder + os.sep, ""))
 
 
 def write_file(path: Path, content: bytes) -> Path:
@@ -242,6 +326,18 @@ def _version(package: str) -> str | None:
     try:
         return getattr(sys.modules.get(package), "__version__", None) or importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the checkout the package is imported from, marked where it was changed; None for a release."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

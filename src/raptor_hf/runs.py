@@ -14,7 +14,7 @@ from .arguments import MODEL_PRESETS, DistillationArguments
 from .data import PixelDataset
 from .modeling_raptor import RaptorModel
 from .phases import Phases, find_phases, layer_similarity
-from .results import read_json, write_json
+from .results import model_record, read_json, write_json
 from .teachers import Teacher
 from .trainer import RaptorDistillationTrainer
 
@@ -95,23 +95,8 @@ def distill(
     if evaluation is not None:
         trainer.evaluate()
     trainer.save_model(str(Path(str(args.output_dir)) / MODEL_FOLDER))
-    record = {
-        "name": name,
-        "path": MODEL_FOLDER,
-        "num_blocks": model.config.num_blocks,
-        "block_schedule": list(model.config.block_schedule or ()),
-        "num_parameters": model.num_parameters(),
-        "seeds": [args.seed],
-        "training": {
-            "preset": args.preset,
-            "student": {**MODEL_PRESETS[args.preset], **chosen},
-            "steps": result.global_step,
-            "batch_size": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps,
-            "learning_rate": args.learning_rate,
-            "seconds": time.monotonic() - start,
-            "history": trainer.history,
-        },
-    }
-    if trainer.fidelity is not None:
-        record["fidelity"] = trainer.fidelity.to_dict()
+    record = model_record(
+        model, args, name=name, path=MODEL_FOLDER, steps=result.global_step, history=trainer.history,
+        student={**MODEL_PRESETS[args.preset], **chosen}, fidelity=trainer.fidelity, seconds=time.monotonic() - start,
+    )  # fmt: skip
     return model, record

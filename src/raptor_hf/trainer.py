@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
@@ -27,6 +26,7 @@ from .fidelity import Fidelity, FidelityAccumulator
 from .losses import layer_variances
 from .modeling_raptor import RaptorModel
 from .optimizers import MuonAdamW, block_parameter_groups
+from .saving import StudentSavingTrainer
 from .teachers import Teacher
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,7 @@ SCALE_FILE = "loss_scale.json"
 _COMPONENTS = ("tf", "ar", "cls", "reg", "patch")
 
 
-class RaptorDistillationTrainer(Trainer):
+class RaptorDistillationTrainer(StudentSavingTrainer):
     """Distils a teacher into a [`RaptorModel`] (arXiv 2512.19941, Sec. 3).
 
     Args:
@@ -103,7 +103,6 @@ class RaptorDistillationTrainer(Trainer):
             teacher.model._is_accelerate_prepared = True
         self.fidelity: Fidelity | None = None
         self.history: list[dict[str, Any]] = []
-        self._saving_checkpoint = False
         self._accumulator: FidelityAccumulator | None = None
         self._sums: dict[str, torch.Tensor] = {}
         self._num_summed = 0
@@ -369,47 +368,6 @@ class RaptorDistillationTrainer(Trainer):
         metrics.update({f"r2_layer_{layer}": value for layer, value in enumerate(fidelity.r2["all"], start=1)})
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
-
-    # ---- Saving ----
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._saving_checkpoint = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._saving_checkpoint = False
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """A checkpoint holds the wrapper; everything else is the student alone, with its image processor."""
-        if self._saving_checkpoint:
-            super()._save(output_dir, state_dict)
-            return
-        if not self.args.should_save:
-            return
-        if state_dict is not None:
-            state_dict = {name.removeprefix("raptor."): value for name, value in state_dict.items()}
-        output_dir = output_dir or self.args.output_dir
-        self.raptor.save_pretrained(output_dir, state_dict=state_dict)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(output_dir)
-
-    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:
-        """Uploads the student and its image processor to `args.hub_model_id`, by default named as `args.output_dir`,
-        and nothing else of the run.
-
-        Args:
-            commit_message: of the two commits.
-            kwargs: `token`, `private`, `revision`, as `PreTrainedModel.push_to_hub`.
-        """
-        if not self.is_world_process_zero():
-            return None
-        repo_id = self.args.hub_model_id or Path(self.args.output_dir).resolve().name
-        if self.processing_class is not None:
-            self.processing_class.push_to_hub(repo_id, commit_message=commit_message, **kwargs)
-        return self.raptor.push_to_hub(repo_id, commit_message=commit_message, **kwargs)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Checkpoints stay where they are: they hold the wrapper and the optimiser."""
 
 
 def _check_fit(model: RaptorModel, teacher: Teacher) -> None:

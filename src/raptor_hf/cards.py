@@ -1,0 +1,409 @@
+"""Model cards: a saved Raptor and its `results.json` become a `README.md` for the Hub.
+
+All numbers come from the results. The text stands between two marks that carry checksums, so that a card can be written
+again: what somebody added around the marks is kept, what somebody changed between them makes the whole card theirs.
+"""
+
+import hashlib
+import importlib.resources
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+from transformers import AutoConfig
+
+from . import plots
+from .modeling_raptor import RaptorPreTrainedModel
+from .phases import Phases
+from .results import ABSENT, RESULTS_FILE, TEACHER, as_number, as_text, read_json, to_plain, without_folders, write_file
+from .tokens import TOKEN_GROUPS
+
+CARD_FILE = "README.md"
+PICTURE_FILE = "schedule.png"
+_CLASSES = {"RaptorForImageClassification": ("AutoModelForImageClassification", "image-classification")}
+_BASE = ("AutoModel", "image-feature-extraction")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LICENSE = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
+_FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_MARKED = re.compile(r"<!-- raptor_hf:begin (\w+) (\w+) -->\n(.*?)<!-- raptor_hf:end -->\n", re.DOTALL)
+_LEVELS = 4  # folders above a model in which its results are looked for: quickstart/k3/seed0/model
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether `name` has the form `namespace/name` of the Hub and is not a folder here."""
+    return bool(name and _HUB_ID.fullmatch(name) and not Path(name).exists())
+
+
+def find_results(folder: str | Path) -> dict[str, Any] | None:
+    """The results that a saved Raptor belongs to: of the run above it, which names it by path, else its own copy."""
+    folder = Path(folder).resolve()
+    for parent in folder.parents[:_LEVELS]:
+        if (parent / RESULTS_FILE).is_file():
+            results = read_json(parent / RESULTS_FILE)
+            models = results.get("models") or []
+            mine = [model for model in models if model.get("path") and (parent / model["path"]).resolve() == folder]
+            if mine:
+                return own_results(results, mine[0])
+    return read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else None
+
+
+def own_results(results: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """What `results` say of one of its models, with the path `"."`: what is stored beside the model on the Hub.
+
+    Other models, the curves of the training and absolute paths are left out.
+    """
+    plain = to_plain(results)
+    training = {key: value for key, value in (model.get("training") or {}).items() if key != "history"}
+    kept = {
+        key: plain[key] for key in ("format", "command", "seed", "environment", "teacher", "dataset") if key in plain
+    }
+    kept["models"] = [{**to_plain(model), "path": ".", "training": to_plain(training)}]
+    probe = plain.get("probe") or {}
+    scores = {key: value for key, value in (probe.get("results") or {}).items() if key in (TEACHER, model["name"])}
+    if model["name"] in scores:
+        kept["probe"] = {**probe, "results": scores}
+    return without_folders(kept)
+
+
+def add_probe(results: dict[str, Any], probe_results: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Takes probe results of a run of its own into `results`; the model has one of `names` there.
+
+    Raises:
+        ValueError: if none of the names was probed.
+    """
+    probe = to_plain(probe_results).get("probe") or {}
+    scores = probe.get("results") or {}
+    name = next((name for name in names if name in scores), None)
+    if name is None:
+        raise ValueError(f"the probe results are of {', '.join(scores) or 'nothing'}, not of {' or '.join(names)}.")
+    kept = {TEACHER: scores[TEACHER]} if TEACHER in scores else {}
+    results["probe"] = {**probe, "results": {**kept, results["models"][0]["name"]: scores[name]}}
+
+
+def model_card(
+    folder: str | Path,
+    results: Mapping[str, Any] | None = None,
+    *,
+    repo_id: str | None = None,
+    license: str | None = None,
+) -> str:
+    """The card of a saved Raptor.
+
+    Without a `license` that of the card in the folder is kept.
+
+    Args:
+        folder: folder of the model, whose `config.json` names teacher and schedule.
+        results: its results, as [`find_results`] gives them; what is absent reads "Not yet run".
+        repo_id: where it will be on the Hub.
+        license: identifier of a licence, such as `apache-2.0`; the teacher's applies to what is copied from it.
+
+    Raises:
+        ValueError: if `folder` holds no Raptor, or the metadata break a rule of [`check_card`].
+    """
+    config = load_config(folder)
+    results = to_plain(results or {})
+    entry = (results.get("models") or [{}])[0]
+    name = entry.get("name") or (repo_id or Path(folder).resolve().name).split("/")[-1]
+    architecture = (config.architectures or ["RaptorModel"])[0]
+    auto_class, pipeline_tag = _CLASSES.get(architecture, _BASE)
+    teacher_name = (results.get("teacher") or {}).get("name") or config.teacher_name_or_path or "its teacher"
+    teacher = f"[{teacher_name}](https://huggingface.co/{teacher_name})" if is_hub_id(teacher_name) else teacher_name
+    whole, parameters = (results.get("teacher") or {}).get("num_parameters"), entry.get("num_parameters")
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(_template())
+    probe = results.get("probe") or {}
+    body = template.render(
+        name=name,
+        num_blocks=config.num_blocks,
+        num_layers=config.num_hidden_layers,
+        teacher=teacher,
+        share=f"{100 * parameters / whole:.1f} %" if whole and parameters else None,
+        picture=PICTURE_FILE if schedule_picture(config.block_schedule, name) else None,
+        facts=_facts(config, entry),
+        class_name=architecture if architecture in _CLASSES else "RaptorModel",
+        auto_class=auto_class,
+        repo_id=repo_id or f"org/{name}",
+        fidelity=_fidelity_rows(entry.get("fidelity")),
+        num_images=as_number((entry.get("fidelity") or {}).get("num_images"), form=",d"),
+        probe=_probe_rows(probe, name),
+        probe_text=_probe_text(probe, results.get("dataset") or {}),
+        training=_training_rows(results, entry),
+        command=results.get("command"),
+        limits=_limits(results, entry, teacher),
+    )
+    license = license or card_license(read_card(folder))
+    data = _card_data(results, name, teacher_name, license, pipeline_tag)
+    card = _assemble(data.to_yaml(), body)
+    check_card(card)
+    return card
+
+
+def load_config(folder: str | Path) -> Any:
+    """Configuration of a saved Raptor. Raises `ValueError` if `folder` holds none."""
+    path = Path(folder) / "config.json"
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")).get("model_type") != "raptor":
+        raise ValueError(
+            f"{folder} is no folder of a saved Raptor; save_pretrained makes one, distill leaves OUT/model."
+        )
+    return AutoConfig.from_pretrained(folder)
+
+
+def update_card(existing: str | None, new: str, overwrite: bool = False) -> str:
+    """The card to keep: `new`, unless somebody edited the existing one.
+
+    Text added around the marks and edited metadata stay; the part between the marks, and the probe's numbers in the
+    metadata, are taken from `new`. A card that was edited between the marks, or has none, stays as it is.
+    """
+    marked = None if existing is None else _MARKED.search(existing)
+    if existing is None or overwrite:
+        return new
+    if marked is None or _checksum(marked[3]) != marked[1]:
+        return existing
+    if _checksum(existing[: marked.start()] + existing[marked.end() :]) == marked[2]:
+        return new
+    block = _MARKED.search(new)
+    if block is None:
+        return existing
+    inside = f"<!-- raptor_hf:begin {block[1]} {marked[2]} -->\n{block[3]}<!-- raptor_hf:end -->\n"
+    return _with_model_index(existing[: marked.start()] + inside + existing[marked.end() :], new)
+
+
+def write_card(
+    folder: str | Path,
+    results: Mapping[str, Any] | None = None,
+    *,
+    repo_id: str | None = None,
+    license: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes `README.md`, the picture of the schedule and the model's own `results.json` into its folder.
+
+    A card that somebody edited is kept, see [`update_card`].
+
+    Returns:
+        path of the card.
+
+    Raises:
+        ValueError: as [`model_card`].
+    """
+    folder = Path(folder)
+    if results is None:
+        results = find_results(folder)
+    new = model_card(folder, results, repo_id=repo_id, license=license)
+    existing = read_card(folder)
+    for name, content in card_files(folder, results).items():
+        write_file(folder / name, content)
+    return write_file(folder / CARD_FILE, update_card(existing, new, overwrite).encode())
+
+
+def read_card(folder: str | Path) -> str | None:
+    """The card in a folder, if there is one."""
+    path = Path(folder) / CARD_FILE
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def card_license(card: str | None) -> str | None:
+    """Licence in the metadata of a card, if it has one."""
+    match = None if card is None else _FRONT.match(card)
+    try:
+        data = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return None
+    return data.get("license") if isinstance(data, dict) else None
+
+
+def card_files(folder: str | Path, results: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """What a card shows or is drawn from, by file name: the picture of the schedule, and results if there are any."""
+    config = load_config(folder)
+    name = ((results or {}).get("models") or [{}])[0].get("name") or Path(folder).resolve().name
+    files = {}
+    picture = schedule_picture(config.block_schedule, name)
+    if picture is not None:
+        files[PICTURE_FILE] = picture
+    if results:
+        text = json.dumps(to_plain(results), allow_nan=False, ensure_ascii=False, indent=2)
+        files[RESULTS_FILE] = f"{text}\n".encode()
+    return files
+
+
+def schedule_picture(schedule: Sequence[int], name: str) -> bytes | None:
+    """PNG of which block makes which layer; `None` without matplotlib."""
+    try:
+        figure = plots.schedule_figure({name: list(schedule)})
+    except ImportError:
+        return None
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=plots.DPI, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def check_card(card: str) -> None:
+    """Checks a card by the Hub's rules that need no Hub.
+
+    Raises:
+        ValueError: if the metadata are missing or no YAML mapping, a licence is no identifier, `base_model` or
+            `datasets` name something that is no Hub id, or a result is no finite number.
+    """
+    match = _FRONT.match(card)
+    try:
+        data = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"the model card's metadata are no YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError("the model card has no metadata; it begins with a block of YAML between two lines of ---.")
+    license = data.get("license")
+    if license is not None and not (isinstance(license, str) and _LICENSE.fullmatch(license)):
+        raise ValueError(
+            f"license={license!r} in the model card is no identifier of the Hub, such as apache-2.0 or mit."
+        )
+    for key in ("base_model", "datasets"):
+        values = data.get(key) or []
+        for value in [values] if isinstance(values, str) else values:
+            if not isinstance(value, str) or not is_hub_id(value):
+                raise ValueError(
+                    f"{key}={value!r} in the model card is no Hub id (namespace/name); name a path in the text."
+                )
+    try:
+        json.dumps(data, allow_nan=False, default=str)
+    except ValueError as error:
+        raise ValueError("a number in the model card's metadata is not finite; leave it out.") from error
+
+
+def _template() -> str:
+    return importlib.resources.files(__package__).joinpath("templates", "model_card.md").read_text(encoding="utf-8")
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()[:12]
+
+
+def _assemble(front: str, body: str) -> str:
+    before, body = f"---\n{front.strip()}\n---\n\n", body.strip() + "\n"
+    return f"{before}<!-- raptor_hf:begin {_checksum(body)} {_checksum(before)} -->\n{body}<!-- raptor_hf:end -->\n"
+
+
+def _with_model_index(card: str, new: str) -> str:
+    """`card` with the probe's results of `new` in its metadata."""
+    own, other = _FRONT.match(card), _FRONT.match(new)
+    if own is None or other is None:
+        return card
+    data, index = yaml.safe_load(own[1]), yaml.safe_load(other[1]).get("model-index")
+    if index is None or not isinstance(data, dict) or data.get("model-index") == index:
+        return card
+    front = yaml.safe_dump({**data, "model-index": index}, sort_keys=False, allow_unicode=True).strip()
+    return f"---\n{front}\n---\n{card[own.end() :]}"
+
+
+def _card_data(
+    results: Mapping[str, Any], name: str, teacher: str, license: str | None, pipeline_tag: str
+) -> ModelCardData:
+    dataset = (results.get("dataset") or {}).get("name")
+    score = ((results.get("probe") or {}).get("results") or {}).get(name) or {}
+    evaluation = None
+    if score.get("mean") is not None:
+        evaluation = [
+            EvalResult(
+                task_type="image-classification",
+                dataset_type=dataset or "images",
+                dataset_name=dataset or "images",
+                metric_type="accuracy",
+                metric_name="Top-1 of a linear probe on the frozen features",
+                metric_value=round(score["mean"], 6),
+            )
+        ]
+    return ModelCardData(
+        library_name="transformers",
+        tags=list(RaptorPreTrainedModel.model_tags),
+        pipeline_tag=pipeline_tag,
+        base_model=teacher if is_hub_id(teacher) else None,
+        datasets=[dataset] if dataset and is_hub_id(dataset) else None,
+        license=license,
+        model_name=name if evaluation else None,
+        eval_results=evaluation,
+    )
+
+
+def _cell(value: Any) -> str:
+    return as_text(value).replace("|", "\\|")
+
+
+def _facts(config: Any, entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    facts = {
+        "Blocks by layer": str(Phases.from_schedule(config.block_schedule)),
+        "Parameters": as_number(entry.get("num_parameters"), form=",d"),
+        "Hidden size, heads": f"{config.hidden_size}, {config.num_attention_heads}",
+        "Image, patch": f"{config.image_size} px, {config.patch_size} px; positions are interpolated for other sizes",
+        "Registers": str(config.num_register_tokens),
+    }
+    return [(key, _cell(value)) for key, value in facts.items() if value != ABSENT]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if not values or None in values else sum(v for v in values if v is not None) / len(values)
+
+
+def _fidelity_rows(fidelity: Mapping[str, Any] | None) -> list[list[str]]:
+    r2, cosine = ((fidelity or {}).get(key) or {} for key in ("r2", "cosine"))
+    rows = []
+    for group in ("all", *TOKEN_GROUPS):
+        if group in r2:
+            curve = r2[group]
+            values = (_mean(curve), curve[0], curve[-1], _mean(cosine.get(group) or []))
+            rows.append([group, *(as_number(value, form=".3f") for value in values)])
+    return rows
+
+
+def _probe_rows(probe: Mapping[str, Any], name: str) -> list[list[str]]:
+    scores = probe.get("results") or {}
+    if (scores.get(name) or {}).get("mean") is None:
+        return []
+    rows = []
+    for key in (TEACHER, name):
+        if key in scores:
+            entry = scores[key]
+            sigma = "" if entry.get("std") is None else f" ± {as_number(entry['std'], 100)}"
+            rows.append(
+                [key, as_number(entry["mean"], 100, unit=sigma), as_number(entry.get("retained"), 100, ".1f", " %")]
+            )
+    return rows
+
+
+def _probe_text(probe: Mapping[str, Any], dataset: Mapping[str, Any]) -> str:
+    protocol = ", ".join(f"{key} {as_text(value)}" for key, value in (probe.get("protocol") or {}).items())
+    on = f" on {dataset['name']}" if dataset.get("name") else ""
+    return f"Linear probe{on}; ± is sigma over the heads. Protocol: {protocol}."
+
+
+def _training_rows(results: Mapping[str, Any], entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    training = dict(entry.get("training") or {})
+    if not training:
+        return []
+    dataset, versions = results.get("dataset") or {}, results.get("environment") or {}
+    rows: dict[str, Any] = {}
+    if dataset.get("name"):
+        rows["images"] = f"{dataset['name']}, {dataset.get('num_train')} to train, {dataset.get('num_test')} to measure"
+    rows |= {key: value for key, value in training.items() if value is not None and key != "history"}
+    rows["seed"] = entry.get("seeds")
+    rows["versions"] = {key: value for key, value in versions.items() if value is not None}
+    return [(key, _cell(value)) for key, value in rows.items() if value]
+
+
+def _limits(results: Mapping[str, Any], entry: Mapping[str, Any], teacher: str) -> list[str]:
+    dataset = (results.get("dataset") or {}).get("name")
+    limits = []
+    if dataset:
+        limits.append(f"It was distilled and measured on images of {dataset}; what it does elsewhere was not measured.")
+    if not ((results.get("probe") or {}).get("results") or {}):
+        limits.append("No accuracy on a task has been measured.")
+    if (entry.get("training") or {}).get("loss_scale") == "shared_variance":
+        limits.append(
+            "All errors of a layer were divided by one variance: registers and the cls token of early layers, which "
+            "vary little, follow the teacher less than patches do."
+        )
+    limits.append(f"Embeddings and final norm are those of {teacher}, whose licence and limits apply too.")
+    return limits

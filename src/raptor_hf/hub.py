@@ -1,0 +1,238 @@
+"""A saved Raptor on the Hub: model, code, image processor and card in one commit, all checked before the first byte."""
+
+import fnmatch
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+from .cards import (
+    CARD_FILE,
+    card_files,
+    card_license,
+    find_results,
+    load_config,
+    model_card,
+    own_results,
+    read_card,
+    update_card,
+)
+from .modeling_raptor import AUTO_MAP, RaptorPreTrainedModel
+
+logger = logging.get_logger(__name__)
+
+WEIGHTS, INDEX, PROCESSOR = "model.safetensors", "model.safetensors.index.json", "preprocessor_config.json"
+WEIGHT_FILES = ("model*.safetensors", INDEX)
+# Nothing else of a folder is sent: no optimiser, no log, no checkpoint that lies in it.
+SENT_FILES = ("config.json", PROCESSOR, *WEIGHT_FILES, "*.onnx", "*.py")
+_REFUSALS = {
+    401: "the token is missing, wrong or expired; run `hf auth login`",
+    403: "the token may not write there; use one with write access to this namespace",
+    404: "it does not exist or is hidden from this token",
+}
+
+
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+    commit_message: str = "Upload Raptor",
+    license: str | None = None,
+    results: Mapping[str, Any] | None = None,
+    overwrite_card: bool = False,
+) -> CommitInfo:
+    """Uploads a saved Raptor with its image processor and a model card, as one commit; the folder stays as it is.
+
+    Folder and card are checked first, the card by the Hub's own rules too. Files that the Hub has already are not sent
+    again, weights that the folder no longer has are removed there. A card that somebody edited, here or on the Hub, is
+    kept but for its generated part.
+
+    Args:
+        folder: what `save_pretrained` of model and image processor left.
+        repo_id: `name`, or `namespace/name`; created if absent.
+        private: whether a new repository is private.
+        revision: branch, made from `main` if absent.
+        create_pr: whether to open a pull request instead of writing to the branch.
+        token: by default that of `HF_TOKEN` or `hf auth login`.
+        commit_message: of the commit.
+        license: licence in the card's metadata, such as `apache-2.0`.
+        results: what the card shows; by default the `results.json` of the run or in the folder.
+        overwrite_card: whether to replace an edited card.
+
+    Returns:
+        the commit, with its `commit_url` and `pr_url`.
+
+    Raises:
+        ValueError: if the folder is no complete Raptor, the card breaks a rule, there is no token, a repository that
+            was to be private is public, or the Hub refuses the token.
+        HfHubHTTPError, httpx.HTTPError: if the Hub cannot be reached; the same call can be made again.
+    """
+    folder = Path(folder)
+    validate_repo_id(repo_id)
+    check_folder(folder)
+    results = find_results(folder) if results is None else results
+    model_card(
+        folder, results, repo_id=repo_id, license=license
+    )  # its rules first, before anything is asked of the Hub
+    token = token or get_token()
+    if token is None:
+        raise ValueError("no token for the Hub; run `hf auth login` or set HF_TOKEN.")
+    api = HfApi(token=token)
+    try:
+        if "/" not in repo_id:
+            repo_id = f"{api.whoami()['name']}/{repo_id}"
+        exists = _check_visibility(api, repo_id, private)
+        card = _card(api, folder, repo_id, revision if exists else None, results, license, overwrite_card)
+        _validate_on_hub(card)
+        if not exists:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision not in (None, "main") and not create_pr:
+            api.create_branch(repo_id, branch=str(revision), exist_ok=True)
+        contents: dict[str, Any] = {path.name: path for path in sent_files(folder)}
+        contents |= {**card_files(folder, results), CARD_FILE: card.encode()}
+        operations: list[Any] = [CommitOperationAdd(name, content) for name, content in contents.items()]
+        there = api.list_repo_files(repo_id, revision=revision)
+        operations += [
+            CommitOperationDelete(name) for name in there if _matches(name, WEIGHT_FILES) and name not in contents
+        ]
+        return api.create_commit(
+            repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
+        )
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status in _REFUSALS:
+            raise ValueError(f"{repo_id}: the Hub answers {status}; {_REFUSALS[status]}.") from error
+        raise
+
+
+def push_model(
+    model: RaptorPreTrainedModel,
+    image_processor: Any,
+    repo_id: str,
+    *,
+    results: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> CommitInfo:
+    """Uploads a Raptor in memory with its image processor and a card.
+
+    Args:
+        model: a loaded or trained Raptor, or a head on one.
+        image_processor: its image processor.
+        repo_id, kwargs: as [`push_folder`].
+        results: what the card shows; of a model loaded from a folder, that folder's by default.
+
+    Raises:
+        ValueError, HfHubHTTPError: as [`push_folder`].
+    """
+    origin = Path(str(model.config._name_or_path or ""))
+    if results is None and model.config._name_or_path and origin.is_dir():
+        results = find_results(origin)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        image_processor.save_pretrained(folder)
+        if results is not None and results.get("models"):
+            results = own_results(results, results["models"][0])
+        return push_folder(folder, repo_id, results=results or {}, **kwargs)
+
+
+def sent_files(folder: str | Path) -> list[Path]:
+    """Files of a folder that go to the Hub, beside the card and what it shows."""
+    return sorted(path for path in Path(folder).iterdir() if path.is_file() and _matches(path.name, SENT_FILES))
+
+
+def check_folder(folder: str | Path) -> None:
+    """Checks that a folder is a whole Raptor that anyone can load.
+
+    Raises:
+        ValueError: if configuration, weights, code or image processor are missing, damaged or do not fit together.
+    """
+    folder = Path(folder)
+    config = load_config(folder)
+    again = "; save the model again with save_pretrained."
+    names = {WEIGHTS}
+    if (folder / INDEX).is_file():
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ValueError(f"{folder} lacks the weights {', '.join(missing)}{again}")
+    keys: set[str] = set()
+    for name in sorted(names):
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                keys.update(file.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged ({error}){again}") from error
+    blocks = {key.split("blocks.")[1].split(".")[0] for key in keys if "blocks." in key}
+    if len(blocks) != config.num_blocks:
+        raise ValueError(
+            f"{folder} has the weights of {len(blocks)} blocks for a schedule of {config.num_blocks}{again}"
+        )
+    code = {f"{target.split('.')[0]}.py" for target in AUTO_MAP.values()}
+    if not getattr(config, "auto_map", None) or not all((folder / name).is_file() for name in code):
+        raise ValueError(f"{folder} lacks the code that loads it without raptor_hf{again}")
+    if not (folder / PROCESSOR).is_file():
+        raise ValueError(f"{folder} has no {PROCESSOR}; add it with image_processor.save_pretrained({str(folder)!r}).")
+
+
+def _validate_on_hub(card: str) -> None:
+    try:
+        ModelCard(card, ignore_metadata_errors=True).validate()
+    except ValueError as error:
+        raise ValueError(f"the Hub refuses the model card: {error}") from error
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
+    """Whether the repository exists; one that was to be private must not be public."""
+    try:
+        info = api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        return False
+    if private and not info.private:
+        raise ValueError(f"{repo_id} is public already; make it private on the Hub first, or choose another name.")
+    return True
+
+
+def _card(
+    api: HfApi,
+    folder: Path,
+    repo_id: str,
+    revision: str | None,
+    results: Mapping[str, Any] | None,
+    license: str | None,
+    overwrite: bool,
+) -> str:
+    """The card to send: generated, with what was added to the one in the folder, and to the one on the Hub."""
+    own, remote = read_card(folder), _remote_card(api, repo_id, revision)
+    license = license or card_license(own) or card_license(remote)
+    card = model_card(folder, results, repo_id=repo_id, license=license)
+    for place, existing in (("here", own), ("on the Hub", remote)):
+        kept = update_card(existing, card, overwrite)
+        if kept != card:
+            logger.warning(f"The model card {place} was edited and is kept but for its generated part.")
+        card = kept
+    return card
+
+
+def _remote_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    with tempfile.TemporaryDirectory() as cache:
+        for branch in dict.fromkeys((revision, None)):
+            try:
+                return read_card(Path(api.hf_hub_download(repo_id, CARD_FILE, revision=branch, cache_dir=cache)).parent)
+            except (RevisionNotFoundError, EntryNotFoundError, RepositoryNotFoundError):
+                continue
+    return None

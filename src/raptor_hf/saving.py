@@ -1,0 +1,91 @@
+"""What leaves a distillation: checkpoints hold the wrapper, all else the student alone, with processor and card."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from .cards import write_card
+from .hub import push_folder
+from .modeling_raptor import RaptorModel
+from .results import trainer_results
+
+
+class StudentSavingTrainer(Trainer):
+    """The saving half of [`RaptorDistillationTrainer`], whose `raptor` is the student in the wrapped model."""
+
+    raptor: RaptorModel
+    args: Any  # a DistillationArguments, whose fields the library declares as optional
+    _saving_checkpoint = False
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saving_checkpoint = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving_checkpoint = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """A checkpoint holds the wrapper; everything else is the student alone, with its image processor."""
+        if self._saving_checkpoint:
+            super()._save(output_dir, state_dict)
+            return
+        if not self.args.should_save:
+            return
+        if state_dict is not None:
+            state_dict = {name.removeprefix("raptor."): value for name, value in state_dict.items()}
+        output_dir = output_dir or self.args.output_dir
+        self.raptor.save_pretrained(output_dir, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(output_dir)
+
+    def create_model_card(self, license: str | None = None, model_name: str | None = None, **kwargs: Any) -> None:
+        """Writes the model card of the student, with what was measured, into `args.output_dir/model`.
+
+        Args:
+            license: licence of the model, such as `apache-2.0`.
+            model_name: its name; by default that of the repository or of the output folder.
+            kwargs: not used; the library's other facts about a model are taken from the run itself.
+        """
+        if self.is_world_process_zero():
+            write_card(self._model_folder, trainer_results(self, model_name or self._name), license=license)
+
+    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> Any:
+        """Uploads the student, its image processor and its card to `args.hub_model_id`, by default named as
+        `args.output_dir`, and nothing else of the run. They are saved in `args.output_dir/model`.
+
+        Args:
+            commit_message: of the commit.
+            kwargs: `token`, `private`, `revision`, `create_pr`, `license`, `overwrite_card`, as [`push_folder`].
+
+        Returns:
+            the commit; `None` on all processes but the first.
+
+        Raises:
+            ValueError, HfHubHTTPError: as [`push_folder`].
+        """
+        self.save_model(str(self._model_folder), _internal_call=True)  # which would push, too
+        if not self.is_world_process_zero():
+            return None
+        kwargs = {"token": self.args.hub_token, "private": self.args.hub_private_repo, **kwargs}
+        return push_folder(
+            self._model_folder, self._repo_id, commit_message=commit_message or "End of training",
+            results=trainer_results(self, self._name), **kwargs,
+        )  # fmt: skip
+
+    @property
+    def _model_folder(self) -> Path:
+        return Path(str(self.args.output_dir)) / "model"
+
+    @property
+    def _repo_id(self) -> str:
+        return self.args.hub_model_id or Path(str(self.args.output_dir)).resolve().name
+
+    @property
+    def _name(self) -> str:
+        return self._repo_id.split("/")[-1]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Checkpoints stay where they are: they hold the wrapper and the optimiser."""
