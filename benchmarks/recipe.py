@@ -20,8 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 import yaml
+from matplotlib.figure import Figure
 from sklearn.neighbors import KNeighborsClassifier
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +36,7 @@ from raptor_hf.distillation import RaptorForDistillation
 from raptor_hf.phases import find_phases, layer_similarity
 from raptor_hf.probes import LinearProbe, ProbeArguments
 
+COLOURS = {"recommended": "#0072b2", "research": "#d55e00", "paper": "#009e73"}
 FIELDS = ("preset", "training", "student", "phases", "num_blocks", "ema", "augment", "growing_horizon")
 PROBE = {"learning_rate": 1e-2, "num_epochs": 100, "batch_size": 128, "augment": "none"}
 
@@ -241,6 +244,48 @@ def markdown(table: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
+def collect(folder: Path) -> dict[str, Any]:
+    """All runs of a folder, and its reference accuracies, as they stand in `examples/recipe/results.json`."""
+    runs = []
+    for path in sorted(folder.glob("*-seed*.json")):
+        record = json.loads(path.read_text())
+        r2, probe = record["fidelity"]["r2"], record.get("probe", [])
+        runs.append(
+            {key: record[key] for key in ("name", "image_size", "steps", "seed", "num_blocks", "student_flops", "knn")}
+            | {"parameters": record["num_parameters"] / record["teacher_parameters"], "r2": r2["all"], "probe": probe}
+        )
+    references = {path.stem.split("-")[1]: json.loads(path.read_text()) for path in folder.glob("references-*.json")}
+    return {
+        "runs": sorted(runs, key=lambda run: (run["name"], run["image_size"], run["steps"])),
+        "references": references,
+    }
+
+
+def fidelity_figure(runs: list[dict[str, Any]], image_size: int) -> Figure:
+    """Mean R2 and that of the last layer against the number of steps, one line per trial that was run at several."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
+    names = {run["name"] for run in runs if run["image_size"] == image_size}
+    for axis, title in zip(axes, ("mean over the layers", "last layer"), strict=True):
+        for name in sorted(names, key=lambda name: (name not in COLOURS, name)):
+            points: dict[int, list[float]] = {}
+            for run in runs:
+                if run["name"] == name and run["image_size"] == image_size:
+                    value = run["r2"][-1] if title == "last layer" else statistics.fmean(run["r2"])
+                    points.setdefault(run["steps"], []).append(value)
+            if len(points) > 1:
+                steps = sorted(points)
+                values = [statistics.fmean(points[step]) for step in steps]
+                axis.plot(steps, values, marker="o", label=name, color=COLOURS.get(name))
+        axis.set(title=f"R², {title}", xlabel="optimiser steps of the run", xscale="log", ylim=(-1, 1))
+        axis.set_xticks(sorted({run["steps"] for run in runs}), sorted({run["steps"] for run in runs}), minor=False)
+        axis.minorticks_off()
+        axis.axhline(0, color="#999", linewidth=0.8)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("R² on held-out images")
+    axes[1].legend()
+    return figure
+
+
 def read_trials(path: Path, only: list[str] | None) -> dict[str, dict[str, Any]]:
     """Trials of a YAML file, `base` merged into each.
 
@@ -268,6 +313,15 @@ def read_trials(path: Path, only: list[str] | None) -> dict[str, dict[str, Any]]
     return trials
 
 
+def summarise(args: argparse.Namespace) -> int:
+    """Writes what lies in the output folder as `results.json` and `fidelity.png`."""
+    results = collect(args.output_dir)
+    args.summary.mkdir(parents=True, exist_ok=True)
+    (args.summary / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    fidelity_figure(results["runs"], args.image_size).savefig(args.summary / "fidelity.png", dpi=150)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run what is missing, print the table, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -286,7 +340,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/recipe"), help="folder of the results")
+    parser.add_argument("--summary", type=Path, default=None, help="folder of a table and a figure of all runs there")
     args = parser.parse_args(argv)
+    if args.summary is not None:
+        return summarise(args)
     trials = read_trials(args.trials, args.only)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     bench, records = Bench(args), []
