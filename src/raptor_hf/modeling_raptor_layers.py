@@ -52,7 +52,8 @@ class RaptorEmbeddings(nn.Module):
     def interpolate_positions(self, rows: int, columns: int) -> torch.Tensor:
         """Positions of a `rows x columns` grid of patches, `(1, rows * columns, hidden_size)`, in the model's dtype."""
         positions = self.position_embeddings[:, 1:]
-        if rows == columns == self.grid_size:
+        # An exported graph has free sizes and no branch; for the native grid its interpolation is the identity.
+        if not torch.compiler.is_exporting() and rows == columns == self.grid_size:
             return positions
         grid = positions.unflatten(1, (self.grid_size, self.grid_size)).permute(0, 3, 1, 2)
         grid = grid.to(torch.promote_types(grid.dtype, torch.float32))  # bicubic in half precision shifts the states
