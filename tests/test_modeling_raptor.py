@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import raptor_hf.modeling_raptor as modeling
 from raptor_hf import RaptorConfig, RaptorForImageClassification, RaptorModel
@@ -466,6 +467,27 @@ def test_bfloat16_is_saved_and_loaded_as_such(make_model, tmp_path):
     assert torch.equal(upcast.layernorm.weight, loaded.layernorm.weight.float())
 
 
+def test_shards_and_device_map(make_model, pixels, tmp_path):
+    """Saved in several files, loaded by a map of the modules and in another dtype, with the same outputs."""
+    model = make_model()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert not (tmp_path / "model.safetensors").exists()
+    mapped = {"embeddings": "cpu", "blocks": "cpu", "layernorm": "cpu"}
+    for device_map in ("cpu", "auto", mapped):
+        loaded, report = RaptorModel.from_pretrained(tmp_path, device_map=device_map, output_loading_info=True)
+        assert not report["missing_keys"]
+        with torch.no_grad():
+            assert torch.equal(
+                loaded(pixels.to(loaded.device)).last_hidden_state.cpu(), model(pixels).last_hidden_state
+            )
+    half = RaptorModel.from_pretrained(tmp_path, dtype="bfloat16")
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    half.save_pretrained(tmp_path / "half")
+    assert RaptorModel.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+    assert not list(tmp_path.rglob("*.bin"))
+
+
 def test_float32_inputs_into_a_bfloat16_model(make_model):
     model, pixels = make_model(), torch.randn(2, 3, 84, 56)
     states = states_of(model, pixels)
@@ -698,9 +720,13 @@ def test_from_teacher_errors(make_teacher):
 
 
 def test_compiled_without_graph_breaks(tiny_model, pixels):
+    """One graph for all layers, and none is made again by a second call."""
     states = states_of(tiny_model, pixels)
-    compiled = torch.compile(tiny_model, fullgraph=True, backend="eager")
-    assert_same(states_of(compiled, pixels), states)
+    counter = CompileCounter()
+    compiled = torch.compile(tiny_model, fullgraph=True, backend=counter)
+    for _ in range(2):
+        assert_same(states_of(compiled, pixels), states)
+    assert counter.frame_count == 1
 
 
 def test_export_with_a_free_batch(tiny_model, pixels):
