@@ -261,6 +261,22 @@ def collect(folder: Path) -> dict[str, Any]:
     }
 
 
+def summary_rows(results: dict[str, Any], image_size: int, steps: int) -> list[list[str]]:
+    """Teacher, trials by number of blocks, and the random ViT: the README's table of one image size and length."""
+    references = results["references"][f"{image_size}px"]
+
+    def accuracies(scores: dict[str, Any]) -> list[str]:
+        return [f"{scores['knn']:.3f}", _mean(scores.get("probe", []))]
+
+    rows = [["teacher", "12", "100 %", "1", "1", *accuracies(references["teacher"])]]
+    for run in sorted(results["runs"], key=lambda run: (run["name"] == "paper", run["num_blocks"], run["seed"])):
+        if (run["image_size"], run["steps"]) == (image_size, steps):
+            r2 = [f"{statistics.fmean(run['r2']):.3f}", f"{run['r2'][-1]:.3f}"]
+            name, share = f"Raptor, `{run['name'].split('-')[0]}`", f"{100 * run['parameters']:.0f} %"
+            rows.append([name, str(run["num_blocks"]), share, *r2, *accuracies(run)])
+    return [*rows, ["random ViT", "12", "100 %", "-", "-", *accuracies(references["random"])]]
+
+
 def fidelity_figure(runs: list[dict[str, Any]], image_size: int) -> Figure:
     """Mean R2 and that of the last layer against the number of steps, one line per trial that was run at several."""
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
@@ -282,7 +298,8 @@ def fidelity_figure(runs: list[dict[str, Any]], image_size: int) -> Figure:
         axis.axhline(0, color="#999", linewidth=0.8)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("R² on held-out images")
-    axes[1].legend()
+    if axes[1].get_lines()[:-1]:  # beside the line at 0
+        axes[1].legend()
     return figure
 
 
