@@ -39,8 +39,9 @@ def make_model(args: FineTuneArguments, label_names: list[str]) -> Any:
     """The classifier with the weights frozen that `args.method` does not train."""
     labels = dict(enumerate(label_names))
     model = RaptorForImageClassification.from_pretrained(
-        args.model, num_labels=len(labels), id2label=labels, label2id={name: number for number, name in labels.items()}
-    )
+        args.model, num_labels=len(labels), id2label=labels, label2id={name: number for number, name in labels.items()},
+        ignore_mismatched_sizes=True,  # a classifier of other classes gets a new head
+    )  # fmt: skip
     if args.method == "linear":
         model.raptor.requires_grad_(False)
     model.raptor.freeze_embeddings()
@@ -69,6 +70,8 @@ def fine_tune(args: FineTuneArguments, training: TrainingArguments) -> tuple[Pre
     set_seed(training.seed)
     processor = AutoImageProcessor.from_pretrained(args.model)
     images = {split: load_images(args.dataset, split=split, max_images=args.max_images) for split in ("train", "test")}
+    if images["train"].label_names is None:
+        raise ValueError(f"{args.dataset} has no classes; make one sub-folder per class in its splits.")
     train, test = (PixelDataset(images[split], processor) for split in ("train", "test"))
     model = make_model(args, images["train"].label_names)
     training.remove_unused_columns, training.label_names = False, ["labels"]  # PEFT's wrapper hides the signature

@@ -78,7 +78,7 @@ def test_runs_are_measured_once(recipe, make_teacher, tmp_path, capsys, monkeypa
     assert recipe.main([*arguments, "--summary", str(tmp_path / "summary")]) == 0
     assert {path.name for path in (tmp_path / "summary").iterdir()} == figure
     results = json.loads((tmp_path / "summary" / "results.json").read_text())
-    assert [(run["name"], run["steps"], run["knn"]) for run in results["runs"]][0] == ("muon", 4, 0.125)
+    assert next((run["name"], run["steps"], run["knn"]) for run in results["runs"]) == ("muon", 4, 0.125)
     assert set(results["references"]["28px"]) == {"teacher", "random"}
     names = [row[0] for row in recipe.summary_rows(results, 28, 4)]
     assert names == ["teacher", "Raptor, `muon`", "Raptor, `paper`", "random ViT"]

@@ -11,16 +11,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from raptor_hf import RaptorForImageClassification
-from raptor_hf.cards import (
-    add_probe,
-    check_card,
-    find_results,
-    is_hub_id,
-    model_card,
-    own_results,
-    update_card,
-    write_card,
-)
+from raptor_hf.card_edits import check_card, is_hub_id, is_untouched, signed, unsigned, update_card
+from raptor_hf.cards import add_probe, find_results, model_card, own_results, write_card
 from raptor_hf.results import read_json, write_json
 from sample_results import NAN, make_results
 
@@ -113,9 +105,18 @@ def test_own_results_are_strict_json_without_the_others(folder):
     assert "somebody" not in text
 
 
-def test_results_are_found_above_the_model_and_then_beside_it(folder, tmp_path):
+def run_results(folder, **probe):
+    """Results of the run, with another probe of the model in `folder`."""
+    results = make_results()
+    results["probe"]["results"]["raptor-k2"].update(probe)
+    return own_results(results, results["models"][0])
+
+
+def test_results_are_found_beside_the_model_and_else_above_it(folder, tmp_path):
     assert find_results(folder)["models"][0]["name"] == "raptor-k2"
     write_card(folder)
+    write_json(folder.parents[1] / "results.json", {**make_results(), "probe": {}})
+    assert find_results(folder)["probe"]["results"]["raptor-k2"]["mean"] == 0.89  # what its card was written from
     moved = tmp_path / "elsewhere"
     shutil.move(folder, moved)
     assert find_results(moved) == read_json(moved / "results.json")
@@ -129,8 +130,11 @@ def test_probe_results_of_another_run(folder):
     results.pop("probe")
     own = own_results(results, results["models"][0])
     scores = {"teacher": {"mean": 0.8}, "raptor-k2/model": {"mean": 0.7, "std": 0.01, "retained": 0.875}}
-    add_probe(own, {"probe": {"protocol": {"epochs": 1}, "results": scores}}, ["raptor-k2", "raptor-k2/model"])
-    assert "| raptor-k2 | 70.00 ± 1.00 | 87.5 % |" in model_card(folder, own)
+    probe = {"dataset": "photos", "protocol": {"epochs": 1}, "results": scores}
+    add_probe(own, {"probe": probe}, ["raptor-k2", "raptor-k2/model"])
+    card = model_card(folder, own)
+    assert "| raptor-k2 | 70.00 ± 1.00 | 87.5 % |" in card
+    assert metadata(card)["model-index"][0]["results"][0]["dataset"]["name"] == "photos"  # not what it was distilled on
     with pytest.raises(ValueError, match=r"the probe results are of a, not of raptor-k2"):
         add_probe(own, {"probe": {"results": {"a": {"mean": 1.0}}}}, ["raptor-k2"])
 
@@ -140,10 +144,7 @@ def test_writing_twice_changes_nothing_and_new_results_show(folder):
     first = path.read_bytes()
     assert {"README.md", "results.json", "schedule.png"} <= {file.name for file in folder.iterdir()}
     assert write_card(folder).read_bytes() == first  # the licence of the card is kept
-    results = make_results()
-    results["probe"]["results"]["raptor-k2"]["mean"] = 0.9
-    write_json(folder.parents[1] / "results.json", results)
-    card = write_card(folder).read_text(encoding="utf-8")
+    card = write_card(folder, run_results(folder, mean=0.9)).read_text(encoding="utf-8")
     assert "90.00 ± 1.37" in card
     assert metadata(card)["license"] == "mit"
 
@@ -152,15 +153,18 @@ def test_edits_around_the_generated_part_survive(folder):
     path = write_card(folder)
     edited = path.read_text(encoding="utf-8").replace("- custom_code", "- custom_code\n- mine")
     path.write_text(f"{edited}\n## Ours\n\nA note.\n", encoding="utf-8")
-    results = make_results()
-    results["probe"]["results"]["raptor-k2"]["mean"] = 0.95
-    write_json(folder.parents[1] / "results.json", results)
     for _ in range(2):
-        card = write_card(folder).read_text(encoding="utf-8")
+        card = write_card(folder, run_results(folder, mean=0.95)).read_text(encoding="utf-8")
         assert "A note." in card
         assert "mine" in metadata(card)["tags"]
         assert "95.00 ± 1.37" in card
         assert metadata(card)["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.95
+    results = own_results({**make_results(), "probe": {}}, make_results()["models"][0])
+    card = write_card(folder, results, license="mit").read_text(encoding="utf-8")
+    assert "model-index" not in metadata(card)  # nor does it keep numbers that the text has no longer
+    assert metadata(card)["license"] == "mit"
+    path.write_text(card.rstrip(), encoding="utf-8")  # as some editors do
+    assert "95.00" in write_card(folder, run_results(folder, mean=0.95)).read_text(encoding="utf-8")
     assert "A note." not in write_card(folder, overwrite=True).read_text(encoding="utf-8")
 
 
@@ -169,8 +173,11 @@ def test_edits_in_the_generated_part_make_the_card_theirs(edit, folder):
     path = write_card(folder)
     path.write_text(edit(path.read_text(encoding="utf-8")), encoding="utf-8")
     before = path.read_text(encoding="utf-8")
-    write_json(folder.parents[1] / "results.json", {**make_results(), "probe": {}})
-    assert write_card(folder).read_text(encoding="utf-8") == before
+    assert write_card(folder, run_results(folder, mean=0.5)).read_text(encoding="utf-8") == before
+    if before.startswith("---"):
+        card = write_card(folder, license="mit").read_text(encoding="utf-8")
+        assert metadata(card)["license"] == "mit"
+        assert "My held-out" in card
     assert update_card(before, "new") == before
     assert update_card(before, "new", overwrite=True) == "new"
     assert update_card(None, "new") == "new"
@@ -201,6 +208,28 @@ def test_a_card_without_metadata_or_a_folder_without_a_raptor_is_refused(tmp_pat
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ValueError, match="is no folder of a saved Raptor"):
         model_card(tmp_path)
+
+
+def test_a_pushed_card_knows_whether_it_was_edited_since(folder):
+    card = model_card(folder)
+    pushed = signed(card)
+    assert is_untouched(pushed)
+    assert is_untouched(signed(pushed))
+    assert is_untouched(signed("# Mine\n"))
+    assert unsigned(pushed).strip() == card.strip()
+    assert not is_untouched(card)
+    assert not is_untouched(pushed.replace("Not yet run.", "Run."))
+    assert not is_untouched(pushed + "More.\n")
+    assert update_card(pushed, model_card(folder, run_results(folder))) == model_card(folder, run_results(folder))
+
+
+def test_metadata_that_are_no_yaml_are_refused(folder):
+    path = write_card(folder)
+    text = path.read_text(encoding="utf-8").replace("library_name", "note: a: b\nlibrary_name")
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="the model card's metadata are no YAML"):
+        write_card(folder)
+    assert path.read_text(encoding="utf-8") == text
 
 
 def test_the_hubs_own_class_reads_the_card(folder):

@@ -140,6 +140,21 @@ def test_probe_of_teacher_raptor_and_random(distilled, teacher, photos, tmp_path
     assert outcome["model"]["num_scored"] == 6
     assert len(outcome["random"]["accuracy"]) == 2
 
+    card = distilled / "model" / "README.md"
+    assert "Not yet run." in card.read_text()
+    command = ["card", str(distilled / "model"), "--license", "mit", "--probe"]
+    assert main([*command, str(tmp_path / "probe")]) == 0, capsys.readouterr().err
+    assert "Not yet run." not in card.read_text()
+    assert f"| raptor-k2 | {100 * outcome['model']['mean']:.2f} ± " in card.read_text()
+    assert "Linear probe on photos" in card.read_text()
+    assert str(tmp_path) not in card.read_text()
+    assert main([*command, str(distilled)]) == 2
+    assert "the probe results are of nothing, not of raptor-k2 or model" in capsys.readouterr().err
+    assert main(["card", str(tmp_path)]) == 2
+    assert main(["card"]) == 2
+    assert main(["card", str(distilled / "model"), "--license", "My licence"]) == 2
+    assert "license='My licence' in the model card is no identifier" in capsys.readouterr().err
+
 
 def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_path, capsys):
     (photos / "train" / "red" / "0.png").write_bytes(b"not an image")
@@ -153,8 +168,11 @@ def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_p
 
 
 def test_report_joins_runs(distilled, tmp_path, capsys):
+    assert (distilled / "model" / "results.json").is_file()  # the model's own excerpt is not another run
     assert main(["report", str(distilled), "--output-dir", str(tmp_path / "page")]) == 0
-    assert "raptor-k2" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "raptor-k2" in output.out
+    assert "two models" not in output.err
     assert (tmp_path / "page" / "report.html").is_file()
     assert "run/model" in (tmp_path / "page" / "report.html").read_text()  # named from where the page lies
     assert main(["report", str(tmp_path / "nothing")]) == 2

@@ -68,6 +68,15 @@ def test_fine_tuning_trains_what_it_says(method, folder, tuning, tmp_path):
         assert not any(name.startswith(("embeddings.", "layernorm.")) for name in changed)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_a_classifier_of_other_classes_gets_a_new_head(tuning, make_model, tmp_path):
+    make_model(RaptorForImageClassification, num_labels=3, image_size=16, patch_size=4).save_pretrained(tmp_path / "a")
+    digits_processor().save_pretrained(tmp_path / "a")
+    args = tuning.FineTuneArguments(model=str(tmp_path / "a"), method="linear", max_images=16)
+    model, _ = tuning.fine_tune(args, training(tmp_path / "run"))
+    assert model.config.num_labels == 10
+
+
 def test_unknown_method(folder, tuning, tmp_path):
     with pytest.raises(ValueError, match="method='all' is unknown; use one of full, linear, lora"):
         tuning.fine_tune(tuning.FineTuneArguments(model=str(folder), method="all"), training(tmp_path))

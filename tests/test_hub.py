@@ -151,7 +151,7 @@ def saved(make_model, tmp_path):
     folder = tmp_path / "run" / "model"
     make_model().save_pretrained(folder)
     PROCESSOR.save_pretrained(folder)
-    for name in ("optimizer.pt", "training_args.bin", "notes.txt"):
+    for name in ("optimizer.pt", "training_args.bin", "notes.txt", "train.py"):
         (folder / name).write_text("private")
     (folder / "checkpoint-3").mkdir()
     (folder / "checkpoint-3" / "model.safetensors").write_text("private")
@@ -221,7 +221,8 @@ for token, status in ((False, 401), ("hf_bob", 404), ("hf_mallory", 401)):
 
 def test_nothing_is_sent_before_all_is_checked(hub, saved, tmp_path):
     """Bad licences, tokens, names, folders: exit code 2, one line, nothing created, nothing uploaded."""
-    broken = {name: tmp_path / name for name in ("no-code", "no-processor", "torn", "no-weights", "no-raptor")}
+    names = ("no-code", "no-processor", "torn", "no-weights", "no-raptor", "two-saves", "some-weights", "bad-processor")
+    broken = {name: tmp_path / name for name in names}
     for folder in broken.values():
         shutil.copytree(saved, folder)
     (broken["no-code"] / "modeling_raptor.py").unlink()
@@ -230,6 +231,11 @@ def test_nothing_is_sent_before_all_is_checked(hub, saved, tmp_path):
     (broken["torn"] / "model.safetensors").write_bytes(torn[: len(torn) // 2])
     (broken["no-weights"] / "model.safetensors").unlink()
     (broken["no-raptor"] / "config.json").write_text("{}")
+    (broken["two-saves"] / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    weights = load_file(saved / "model.safetensors")
+    some = {name: value for name, value in weights.items() if name.startswith("blocks.")}
+    save_file(some, broken["some-weights"] / "model.safetensors")
+    (broken["bad-processor"] / "preprocessor_config.json").write_text("{")
     code = """
 saved, *broken = sys.argv[1:]
 raptor_hf("push", saved, "alice/a", "--license", "No Such Licence")
@@ -237,11 +243,12 @@ raptor_hf("push", saved, "alice/a", "--license", "unheard-of-1.0")
 raptor_hf("push", saved, "alice/a/b")
 raptor_hf("push", saved, "bob/a")
 raptor_hf("push", saved)
+raptor_hf("push", saved, "alice/a", "--create-pr", "--revision", "dev")
 for folder in broken:
     raptor_hf("push", folder, "alice/a")
 """
     codes, error = run_client(code, saved, *broken.values(), environment=hub.environment(tmp_path / "home"))
-    assert codes == [2] * 10
+    assert codes == [2] * 14
     for message in (
         "license='No Such Licence' in the model card is no identifier",
         "the Hub refuses the model card",
@@ -253,6 +260,10 @@ for folder in broken:
         "is damaged",
         "lacks the weights model.safetensors",
         "is no folder of a saved Raptor",
+        "of two saves; delete the older one",
+        "lacks 7 weights, embeddings.cls_token among them",
+        "preprocessor_config.json is damaged",
+        "revision='dev' and create_pr exclude each other",
     ):
         assert message in error
     assert "Traceback" not in error
@@ -285,12 +296,22 @@ raptor_hf("push", sys.argv[1], "alice/a")
 
 
 def test_a_card_edited_on_the_hub_is_kept(hub, saved, tmp_path):
-    """Pushed, edited on the Hub, pushed with other weights: the edit is there, the weights new; then overwritten."""
+    """Pushed, edited here and pushed twice; edited on the Hub, pushed with other weights: the edit is there, weights are
+    new, what was exported before is gone; then overwritten.
+    """
     code = """
 import torch
 from huggingface_hub import HfApi
 from raptor_hf import RaptorModel
+import os, pathlib
+own = pathlib.Path(sys.argv[1], "README.md")
+pathlib.Path(sys.argv[1], "model.onnx").write_bytes(b"a graph")
 raptor_hf("push", sys.argv[1], "alice/a")
+raptor_hf("card", sys.argv[1])
+for note in ("One.", "Two."):
+    own.write_text(own.read_text() + note)
+    raptor_hf("push", sys.argv[1], "alice/a")
+os.remove(sys.argv[1] + "/model.onnx")
 api = HfApi()
 card = open(api.hf_hub_download("alice/a", "README.md")).read() + "\\nAdded on the Hub.\\n"
 api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id="alice/a")
@@ -298,19 +319,23 @@ model = RaptorModel.from_pretrained(sys.argv[1])
 with torch.no_grad():
     model.layernorm.bias.add_(1)
 model.save_pretrained(sys.argv[1], max_shard_size="20KB")
-import os
 os.remove(sys.argv[1] + "/model.safetensors")
 raptor_hf("push", sys.argv[1], "alice/a", "--commit-message", "Better")
 raptor_hf("push", sys.argv[1], "alice/a", "--overwrite-card")
 """
     codes, error = run_client(code, saved, environment=hub.environment(tmp_path / "home"))
-    assert codes == [0, 0, 0], error
-    assert "The model card on the Hub was edited and is kept but for its generated part" in error
+    assert codes == [0] * 6, error
+    assert "The model card was edited on the Hub and is kept there" in error
     repo = hub.repos["alice/a"]
-    overwritten, better, edited, first, _ = repo.history("main")
+    overwritten, better, edited, two, one, first, _ = repo.history("main")
+    notes = [hub.blobs[repo.trees[commit]["README.md"]].decode() for commit in (first, one, two, edited, better)]
+    assert ["One." in card for card in notes] == [False, True, True, True, True]
+    assert ["Two." in card for card in notes] == [False, False, True, True, True]
+    assert ["model.onnx" in repo.trees[commit] for commit in (first, edited, better)] == [True, True, False]
     assert repo.messages[better][0] == "Better"
     cards = [hub.blobs[repo.trees[commit]["README.md"]].decode() for commit in (first, edited, better, overwritten)]
     assert ["Added on the Hub." in card for card in cards] == [False, True, True, False]
+    assert "One." not in cards[-1]
     assert "model.safetensors" in repo.trees[edited]
     assert "model.safetensors" not in repo.trees[better]
     assert "model.safetensors.index.json" in repo.trees[better]
@@ -352,16 +377,17 @@ teacher = Teacher(Dinov2WithRegistersModel(config).eval(), digits_processor())
 train, test = (load_images("digits", split=split, max_images=32) for split in ("train", "test"))
 args = DistillationArguments(
     output_dir=sys.argv[1], max_steps=4, per_device_train_batch_size=8, use_cpu=True, report_to="none",
-    push_to_hub=True, hub_model_id="alice/raptor-k2", hub_private_repo=True)
+    push_to_hub=True, hub_model_id="alice/raptor-k2", hub_private_repo=True, hub_revision="tuned")
 trainer = RaptorDistillationTrainer(RaptorModel.from_teacher(teacher, (2, 1)), teacher, args, train, test)
 trainer.train()
 trainer.evaluate()
-trainer.push_to_hub(license="apache-2.0")
+trainer.push_to_hub(license="apache-2.0", blocking=True, tags=["a"], dataset="digits")
 trainer.create_model_card(model_name="here")
 """
     run_client(code, tmp_path / "blocks" / "run", environment=hub.environment(tmp_path / "home"))
     repo = hub.repos["alice/raptor-k2"]
-    tree = repo.trees[repo.refs["main"]]
+    assert repo.trees[repo.refs["main"]] == {}
+    tree = repo.trees[repo.refs["tuned"]]
     assert repo.private
     assert "results.json" in tree
     assert not any("/" in name or name.endswith((".pt", ".bin", ".pth")) for name in tree)

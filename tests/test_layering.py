@@ -32,6 +32,7 @@ RANKS = (
     "plots",
     "results",
     "report",
+    "card_edits",
     "cards",
     "hub",
     "activations",

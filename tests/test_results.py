@@ -208,6 +208,13 @@ def test_records_have_no_private_paths(teacher, pixels, tmp_path):
     assert str(tmp_path) not in json.dumps([record, new_results("t", "c", 0), dataset_record(pixels, None)])
 
 
+def test_tokens_are_in_no_results():
+    for flag in ("--hub-token hf_secret", "--hub_token=hf_secret", "--token hf_secret"):
+        command = new_results("t", f"raptor-hf distill a {flag} --seed 1", 0)["command"]
+        assert "hf_secret" not in command
+        assert command.endswith("--seed 1")
+
+
 def test_dataset_record_counts_what_was_left_out(pixels):
     pixels.images.num_skipped = 2
     assert dataset_record(pixels, pixels) == {"name": "digits", "num_train": 8, "num_test": 8, "num_skipped": 4}

@@ -4,45 +4,37 @@ All numbers come from the results. The text stands between two marks that carry 
 again: what somebody added around the marks is kept, what somebody changed between them makes the whole card theirs.
 """
 
-import hashlib
 import importlib.resources
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import AutoConfig
 
 from . import plots
+from .card_edits import assemble_card, card_license, check_card, is_hub_id, update_card
 from .modeling_raptor import RaptorPreTrainedModel
 from .phases import Phases
 from .results import ABSENT, RESULTS_FILE, TEACHER, as_number, as_text, read_json, to_plain, without_folders, write_file
+from .teachers import public_name
 from .tokens import TOKEN_GROUPS
 
 CARD_FILE = "README.md"
 PICTURE_FILE = "schedule.png"
 _CLASSES = {"RaptorForImageClassification": ("AutoModelForImageClassification", "image-classification")}
 _BASE = ("AutoModel", "image-feature-extraction")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LICENSE = re.compile(r"[a-z0-9]+([.-][a-z0-9]+)*")
-_FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
-_MARKED = re.compile(r"<!-- raptor_hf:begin (\w+) (\w+) -->\n(.*?)<!-- raptor_hf:end -->\n", re.DOTALL)
 _LEVELS = 4  # folders above a model in which its results are looked for: quickstart/k3/seed0/model
 
 
-def is_hub_id(name: str | None) -> bool:
-    """Whether `name` has the form `namespace/name` of the Hub and is not a folder here."""
-    return bool(name and _HUB_ID.fullmatch(name) and not Path(name).exists())
-
-
 def find_results(folder: str | Path) -> dict[str, Any] | None:
-    """The results that a saved Raptor belongs to: of the run above it, which names it by path, else its own copy."""
+    """The results of a saved Raptor: its own copy, else those of the run above it, which names it by path."""
     folder = Path(folder).resolve()
+    if (folder / RESULTS_FILE).is_file():
+        return read_json(folder / RESULTS_FILE)
     for parent in folder.parents[:_LEVELS]:
         if (parent / RESULTS_FILE).is_file():
             results = read_json(parent / RESULTS_FILE)
@@ -50,7 +42,7 @@ def find_results(folder: str | Path) -> dict[str, Any] | None:
             mine = [model for model in models if model.get("path") and (parent / model["path"]).resolve() == folder]
             if mine:
                 return own_results(results, mine[0])
-    return read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else None
+    return None
 
 
 def own_results(results: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +75,7 @@ def add_probe(results: dict[str, Any], probe_results: Mapping[str, Any], names: 
     if name is None:
         raise ValueError(f"the probe results are of {', '.join(scores) or 'nothing'}, not of {' or '.join(names)}.")
     kept = {TEACHER: scores[TEACHER]} if TEACHER in scores else {}
-    results["probe"] = {**probe, "results": {**kept, results["models"][0]["name"]: scores[name]}}
+    results["probe"] = {"dataset": None, **probe, "results": {**kept, results["models"][0]["name"]: scores[name]}}
 
 
 def model_card(
@@ -112,7 +104,9 @@ def model_card(
     name = entry.get("name") or (repo_id or Path(folder).resolve().name).split("/")[-1]
     architecture = (config.architectures or ["RaptorModel"])[0]
     auto_class, pipeline_tag = _CLASSES.get(architecture, _BASE)
-    teacher_name = (results.get("teacher") or {}).get("name") or config.teacher_name_or_path or "its teacher"
+    teacher_name = (results.get("teacher") or {}).get("name") or public_name(
+        config.teacher_name_or_path or "its teacher"
+    )
     teacher = f"[{teacher_name}](https://huggingface.co/{teacher_name})" if is_hub_id(teacher_name) else teacher_name
     whole, parameters = (results.get("teacher") or {}).get("num_parameters"), entry.get("num_parameters")
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True).from_string(_template())
@@ -131,14 +125,14 @@ def model_card(
         fidelity=_fidelity_rows(entry.get("fidelity")),
         num_images=as_number((entry.get("fidelity") or {}).get("num_images"), form=",d"),
         probe=_probe_rows(probe, name),
-        probe_text=_probe_text(probe, results.get("dataset") or {}),
+        probe_text=_probe_text(probe, _probe_dataset(results)),
         training=_training_rows(results, entry),
         command=results.get("command"),
         limits=_limits(results, entry, teacher),
     )
     license = license or card_license(read_card(folder))
     data = _card_data(results, name, teacher_name, license, pipeline_tag)
-    card = _assemble(data.to_yaml(), body)
+    card = assemble_card(data.to_yaml(), body)
     check_card(card)
     return card
 
@@ -151,26 +145,6 @@ def load_config(folder: str | Path) -> Any:
             f"{folder} is no folder of a saved Raptor; save_pretrained makes one, distill leaves OUT/model."
         )
     return AutoConfig.from_pretrained(folder)
-
-
-def update_card(existing: str | None, new: str, overwrite: bool = False) -> str:
-    """The card to keep: `new`, unless somebody edited the existing one.
-
-    Text added around the marks and edited metadata stay; the part between the marks, and the probe's numbers in the
-    metadata, are taken from `new`. A card that was edited between the marks, or has none, stays as it is.
-    """
-    marked = None if existing is None else _MARKED.search(existing)
-    if existing is None or overwrite:
-        return new
-    if marked is None or _checksum(marked[3]) != marked[1]:
-        return existing
-    if _checksum(existing[: marked.start()] + existing[marked.end() :]) == marked[2]:
-        return new
-    block = _MARKED.search(new)
-    if block is None:
-        return existing
-    inside = f"<!-- raptor_hf:begin {block[1]} {marked[2]} -->\n{block[3]}<!-- raptor_hf:end -->\n"
-    return _with_model_index(existing[: marked.start()] + inside + existing[marked.end() :], new)
 
 
 def write_card(
@@ -207,20 +181,10 @@ def read_card(folder: str | Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def card_license(card: str | None) -> str | None:
-    """Licence in the metadata of a card, if it has one."""
-    match = None if card is None else _FRONT.match(card)
-    try:
-        data = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
-        return None
-    return data.get("license") if isinstance(data, dict) else None
-
-
-def card_files(folder: str | Path, results: Mapping[str, Any] | None) -> dict[str, bytes]:
+def card_files(folder: str | Path, results: Mapping[str, Any] | None, name: str | None = None) -> dict[str, bytes]:
     """What a card shows or is drawn from, by file name: the picture of the schedule, and results if there are any."""
     config = load_config(folder)
-    name = ((results or {}).get("models") or [{}])[0].get("name") or Path(folder).resolve().name
+    name = ((results or {}).get("models") or [{}])[0].get("name") or name or Path(folder).resolve().name
     files = {}
     picture = schedule_picture(config.block_schedule, name)
     if picture is not None:
@@ -242,61 +206,8 @@ def schedule_picture(schedule: Sequence[int], name: str) -> bytes | None:
     return buffer.getvalue()
 
 
-def check_card(card: str) -> None:
-    """Checks a card by the Hub's rules that need no Hub.
-
-    Raises:
-        ValueError: if the metadata are missing or no YAML mapping, a licence is no identifier, `base_model` or
-            `datasets` name something that is no Hub id, or a result is no finite number.
-    """
-    match = _FRONT.match(card)
-    try:
-        data = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError as error:
-        raise ValueError(f"the model card's metadata are no YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError("the model card has no metadata; it begins with a block of YAML between two lines of ---.")
-    license = data.get("license")
-    if license is not None and not (isinstance(license, str) and _LICENSE.fullmatch(license)):
-        raise ValueError(
-            f"license={license!r} in the model card is no identifier of the Hub, such as apache-2.0 or mit."
-        )
-    for key in ("base_model", "datasets"):
-        values = data.get(key) or []
-        for value in [values] if isinstance(values, str) else values:
-            if not isinstance(value, str) or not is_hub_id(value):
-                raise ValueError(
-                    f"{key}={value!r} in the model card is no Hub id (namespace/name); name a path in the text."
-                )
-    try:
-        json.dumps(data, allow_nan=False, default=str)
-    except ValueError as error:
-        raise ValueError("a number in the model card's metadata is not finite; leave it out.") from error
-
-
 def _template() -> str:
     return importlib.resources.files(__package__).joinpath("templates", "model_card.md").read_text(encoding="utf-8")
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.replace("\r\n", "\n").encode()).hexdigest()[:12]
-
-
-def _assemble(front: str, body: str) -> str:
-    before, body = f"---\n{front.strip()}\n---\n\n", body.strip() + "\n"
-    return f"{before}<!-- raptor_hf:begin {_checksum(body)} {_checksum(before)} -->\n{body}<!-- raptor_hf:end -->\n"
-
-
-def _with_model_index(card: str, new: str) -> str:
-    """`card` with the probe's results of `new` in its metadata."""
-    own, other = _FRONT.match(card), _FRONT.match(new)
-    if own is None or other is None:
-        return card
-    data, index = yaml.safe_load(own[1]), yaml.safe_load(other[1]).get("model-index")
-    if index is None or not isinstance(data, dict) or data.get("model-index") == index:
-        return card
-    front = yaml.safe_dump({**data, "model-index": index}, sort_keys=False, allow_unicode=True).strip()
-    return f"---\n{front}\n---\n{card[own.end() :]}"
 
 
 def _card_data(
@@ -309,8 +220,8 @@ def _card_data(
         evaluation = [
             EvalResult(
                 task_type="image-classification",
-                dataset_type=dataset or "images",
-                dataset_name=dataset or "images",
+                dataset_type=_probe_dataset(results) or "images",
+                dataset_name=_probe_dataset(results) or "images",
                 metric_type="accuracy",
                 metric_name="Top-1 of a linear probe on the frozen features",
                 metric_value=round(score["mean"], 6),
@@ -373,9 +284,15 @@ def _probe_rows(probe: Mapping[str, Any], name: str) -> list[list[str]]:
     return rows
 
 
-def _probe_text(probe: Mapping[str, Any], dataset: Mapping[str, Any]) -> str:
+def _probe_dataset(results: Mapping[str, Any]) -> str | None:
+    """Images of the probe; those of the distillation where a run had but one set."""
+    probe = results.get("probe") or {}
+    return probe["dataset"] if "dataset" in probe else (results.get("dataset") or {}).get("name")
+
+
+def _probe_text(probe: Mapping[str, Any], dataset: str | None) -> str:
     protocol = ", ".join(f"{key} {as_text(value)}" for key, value in (probe.get("protocol") or {}).items())
-    on = f" on {dataset['name']}" if dataset.get("name") else ""
+    on = f" on {dataset}" if dataset else ""
     return f"Linear probe{on}; ± is sigma over the heads. Protocol: {protocol}."
 
 

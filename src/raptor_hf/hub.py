@@ -7,31 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
-from .cards import (
-    CARD_FILE,
-    card_files,
-    card_license,
-    find_results,
-    load_config,
-    model_card,
-    own_results,
-    read_card,
-    update_card,
-)
-from .modeling_raptor import AUTO_MAP, RaptorPreTrainedModel
+from .card_edits import card_license, check_card, is_untouched, signed, update_card
+from .cards import CARD_FILE, PICTURE_FILE, card_files, find_results, load_config, model_card, own_results, read_card
+from .modeling_raptor import RaptorModel, RaptorPreTrainedModel
+from .results import RESULTS_FILE
+from .teachers import public_name
 
 logger = logging.get_logger(__name__)
 
 WEIGHTS, INDEX, PROCESSOR = "model.safetensors", "model.safetensors.index.json", "preprocessor_config.json"
 WEIGHT_FILES = ("model*.safetensors", INDEX)
-# Nothing else of a folder is sent: no optimiser, no log, no checkpoint that lies in it.
-SENT_FILES = ("config.json", PROCESSOR, *WEIGHT_FILES, "*.onnx", "*.py")
+CODE_FILES = ("tokens.py", "configuration_raptor.py", "modeling_raptor_layers.py", "modeling_raptor.py")
+# Nothing else of a folder is sent: no optimiser, no log, no script, no checkpoint that lies in it.
+SENT_FILES = ("config.json", PROCESSOR, *WEIGHT_FILES, "*.onnx", *CODE_FILES)
+# What is removed on the Hub when the folder has it no longer, since it would contradict the weights.
+DERIVED_FILES = (*WEIGHT_FILES, "*.onnx", RESULTS_FILE, PICTURE_FILE)
 _REFUSALS = {
     401: "the token is missing, wrong or expired; run `hf auth login`",
     403: "the token may not write there; use one with write access to this namespace",
@@ -55,19 +52,19 @@ def push_folder(
     """Uploads a saved Raptor with its image processor and a model card, as one commit; the folder stays as it is.
 
     Folder and card are checked first, the card by the Hub's own rules too. Files that the Hub has already are not sent
-    again, weights that the folder no longer has are removed there. A card that somebody edited, here or on the Hub, is
-    kept but for its generated part.
+    again; weights, exports and results that the folder no longer has are removed there. A card that somebody edited is
+    kept but for its generated part: the one on the Hub if it was edited there since the last push, else the folder's.
 
     Args:
         folder: what `save_pretrained` of model and image processor left.
         repo_id: `name`, or `namespace/name`; created if absent.
         private: whether a new repository is private.
-        revision: branch, made from `main` if absent.
+        revision: branch, made from `main` if absent; not with `create_pr`.
         create_pr: whether to open a pull request instead of writing to the branch.
         token: by default that of `HF_TOKEN` or `hf auth login`.
         commit_message: of the commit.
         license: licence in the card's metadata, such as `apache-2.0`.
-        results: what the card shows; by default the `results.json` of the run or in the folder.
+        results: what the card shows; by default the `results.json` in the folder, or of the run it belongs to.
         overwrite_card: whether to replace an edited card.
 
     Returns:
@@ -82,9 +79,9 @@ def push_folder(
     validate_repo_id(repo_id)
     check_folder(folder)
     results = find_results(folder) if results is None else results
-    model_card(
-        folder, results, repo_id=repo_id, license=license
-    )  # its rules first, before anything is asked of the Hub
+    if create_pr and revision not in (None, "main"):
+        raise ValueError(f"revision={revision!r} and create_pr exclude each other; a pull request is one to main.")
+    model_card(folder, results, repo_id=repo_id, license=license)  # its rules, before anything is asked of the Hub
     token = token or get_token()
     if token is None:
         raise ValueError("no token for the Hub; run `hf auth login` or set HF_TOKEN.")
@@ -100,12 +97,11 @@ def push_folder(
         if revision not in (None, "main") and not create_pr:
             api.create_branch(repo_id, branch=str(revision), exist_ok=True)
         contents: dict[str, Any] = {path.name: path for path in sent_files(folder)}
-        contents |= {**card_files(folder, results), CARD_FILE: card.encode()}
+        contents |= {"config.json": _public_config(folder), CARD_FILE: signed(card).encode()}
+        contents |= card_files(folder, results, repo_id.split("/")[1])
         operations: list[Any] = [CommitOperationAdd(name, content) for name, content in contents.items()]
-        there = api.list_repo_files(repo_id, revision=revision)
-        operations += [
-            CommitOperationDelete(name) for name in there if _matches(name, WEIGHT_FILES) and name not in contents
-        ]
+        stale = [name for name in api.list_repo_files(repo_id, revision=revision) if name not in contents]
+        operations += [CommitOperationDelete(name) for name in stale if _matches(name, DERIVED_FILES)]
         return api.create_commit(
             repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr
         )
@@ -130,14 +126,11 @@ def push_model(
         model: a loaded or trained Raptor, or a head on one.
         image_processor: its image processor.
         repo_id, kwargs: as [`push_folder`].
-        results: what the card shows; of a model loaded from a folder, that folder's by default.
+        results: what was measured of these very weights, as `results.json` has it; nothing by default.
 
     Raises:
         ValueError, HfHubHTTPError: as [`push_folder`].
     """
-    origin = Path(str(model.config._name_or_path or ""))
-    if results is None and model.config._name_or_path and origin.is_dir():
-        results = find_results(origin)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         image_processor.save_pretrained(folder)
@@ -162,10 +155,12 @@ def check_folder(folder: str | Path) -> None:
     again = "; save the model again with save_pretrained."
     names = {WEIGHTS}
     if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(_read_json(folder / INDEX).get("weight_map", {}).values()) or {WEIGHTS}
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ValueError(f"{folder} lacks the weights {', '.join(missing)}{again}")
+    if (folder / INDEX).is_file() and (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder} has {WEIGHTS} and {INDEX}, of two saves; delete the older one.")
     keys: set[str] = set()
     for name in sorted(names):
         try:
@@ -173,16 +168,32 @@ def check_folder(folder: str | Path) -> None:
                 keys.update(file.keys())
         except SafetensorError as error:
             raise ValueError(f"{folder / name} is damaged ({error}){again}") from error
-    blocks = {key.split("blocks.")[1].split(".")[0] for key in keys if "blocks." in key}
-    if len(blocks) != config.num_blocks:
-        raise ValueError(
-            f"{folder} has the weights of {len(blocks)} blocks for a schedule of {config.num_blocks}{again}"
-        )
-    code = {f"{target.split('.')[0]}.py" for target in AUTO_MAP.values()}
-    if not getattr(config, "auto_map", None) or not all((folder / name).is_file() for name in code):
+    with torch.device("meta"):
+        expected = set(RaptorModel(config).state_dict())
+    lacking = sorted(expected - {key.removeprefix("raptor.") for key in keys})
+    if lacking:
+        raise ValueError(f"{folder} lacks {len(lacking)} weights, {lacking[0]} among them{again}")
+    if not getattr(config, "auto_map", None) or not all((folder / name).is_file() for name in CODE_FILES):
         raise ValueError(f"{folder} lacks the code that loads it without raptor_hf{again}")
     if not (folder / PROCESSOR).is_file():
         raise ValueError(f"{folder} has no {PROCESSOR}; add it with image_processor.save_pretrained({str(folder)!r}).")
+    _read_json(folder / PROCESSOR)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); save it again.") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _public_config(folder: Path) -> bytes:
+    """The configuration, in which a teacher's folder is but a name."""
+    data = _read_json(folder / "config.json")
+    if data.get("teacher_name_or_path"):
+        data["teacher_name_or_path"] = public_name(data["teacher_name_or_path"])
+    return f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode()
 
 
 def _validate_on_hub(card: str) -> None:
@@ -220,11 +231,13 @@ def _card(
     own, remote = read_card(folder), _remote_card(api, repo_id, revision)
     license = license or card_license(own) or card_license(remote)
     card = model_card(folder, results, repo_id=repo_id, license=license)
-    for place, existing in (("here", own), ("on the Hub", remote)):
-        kept = update_card(existing, card, overwrite)
+    card = update_card(own, card, overwrite)
+    if remote is not None and not is_untouched(remote):
+        kept = update_card(remote, card, overwrite)
         if kept != card:
-            logger.warning(f"The model card {place} was edited and is kept but for its generated part.")
+            logger.warning("The model card was edited on the Hub and is kept there; give overwrite_card to replace it.")
         card = kept
+    check_card(card)
     return card
 
 

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from .arguments import DistillationArguments
-from .cards import write_card
+from .cards import own_results, write_card
 from .data import ImageDataset, PixelDataset, collate_pixels, load_images
 from .modeling_raptor import RaptorModel
 from .phases import Phases
@@ -132,7 +132,7 @@ def run_quickstart(
     write_json(output_dir / RESULTS_FILE, results)
     write_report(output_dir, results)
     for entry in entries:
-        write_card(output_dir / entry["path"])
+        write_card(output_dir / entry["path"], own_results(results, entry))
     return read_json(output_dir / RESULTS_FILE)
 
 
@@ -270,6 +270,7 @@ def _probe_record(probe: LinearProbe, outcomes: dict[str, list[ProbeResult]]) ->
     teacher = pooled["teacher"]
     return {
         "task": probe.task.name,
+        "dataset": "digits",
         "protocol": probe.get_config_dict(),
         "results": {name: result.to_dict(teacher) for name, result in pooled.items()},
     }

@@ -13,7 +13,7 @@ phases       tokens, num_images, similarity [[float]], partitions {"3": {block_s
 models       [{name, path (relative to the report), num_blocks, block_schedule, num_parameters, seeds,
                fidelity {r2 {group: [float]}, cosine {group: [float]}, num_images, definition},
                training {history [{step, ...}], any other setting}}]
-probe        task, protocol {}, results {"teacher" or a model's name: {accuracy [float], mean, std, retained}}
+probe        task, dataset, protocol {}, results {"teacher" or a model's name: {accuracy [float], mean, std, retained}}
 ```
 """
 
@@ -63,11 +63,17 @@ RECORDED_ARGUMENTS = (
 )
 CURVES = {"r2": "R²", "cosine": "Cosine similarity"}
 # An absolute path at the start of a word: only its last part says something to a reader elsewhere.
-_FOLDERS = re.compile(r"""(?:(?<=^)|(?<=[\s'"=]))(?:~|[A-Za-z]:)?[\\/](?:[^\s'"\\/]+[\\/])+""", re.MULTILINE)
+_FOLDERS = re.compile(
+    r"""(?:(?<=^)|(?<=[\s'"=,;(\[{<>|]))(?:(?:file://)?(?:~|[A-Za-z]:)?[\\/](?:[^\s'"\\/]+[\\/])+|(?:\.\.[\\/])+(?:[^\s'"\\/]+[\\/])*)""",
+    re.MULTILINE,
+)
+_QUOTED_FOLDERS = re.compile(r"""(['"])(?:~|[A-Za-z]:)?[\\/](?:[^'"\n\\/]+[\\/])+([^'"\n\\/]*)\1""")  # with spaces
+_SECRETS = re.compile(r"(--?\w*[-_]?token(?:=|\s+))(\S+)", re.IGNORECASE)
 
 
 def new_results(title: str, command: str, seed: int) -> dict[str, Any]:
-    """The head of a `results.json`: format, title, command, seed and environment."""
+    """The head of a `results.json`: format, title, command, seed and environment. Tokens in the command are masked."""
+    command = _SECRETS.sub(r"\1***", command)
     return {"format": RESULTS_FORMAT, "title": title, "command": command, "seed": seed, "environment": environment()}
 
 
@@ -256,7 +262,8 @@ def without_folders(data: Any, folder: str | None = None) -> Any:
         return [without_folders(value, folder) for value in data]
     if not isinstance(data, str):
         return data
-    return _FOLDERS.sub("", data if folder is None else data.replace(folder + os.sep, ""))
+    data = data if folder is None else data.replace(folder + os.sep, "")
+    return _FOLDERS.sub("", _QUOTED_FOLDERS.sub(r"\1\2\1", data))
 
 
 def write_file(path: Path, content: bytes) -> Path:

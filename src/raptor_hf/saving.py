@@ -12,6 +12,8 @@ from .hub import push_folder
 from .modeling_raptor import RaptorModel
 from .results import trainer_results
 
+PUSH_OPTIONS = ("token", "private", "revision", "create_pr", "license", "overwrite_card")
+
 
 class StudentSavingTrainer(Trainer):
     """The saving half of [`RaptorDistillationTrainer`], whose `raptor` is the student in the wrapped model."""
@@ -58,7 +60,8 @@ class StudentSavingTrainer(Trainer):
 
         Args:
             commit_message: of the commit.
-            kwargs: `token`, `private`, `revision`, `create_pr`, `license`, `overwrite_card`, as [`push_folder`].
+            kwargs: `token`, `private`, `revision`, `create_pr`, `license`, `overwrite_card`, as [`push_folder`]; the
+                library's other arguments (`blocking`, `tags`, ...) are taken and not used.
 
         Returns:
             the commit; `None` on all processes but the first.
@@ -69,10 +72,12 @@ class StudentSavingTrainer(Trainer):
         self.save_model(str(self._model_folder), _internal_call=True)  # which would push, too
         if not self.is_world_process_zero():
             return None
-        kwargs = {"token": self.args.hub_token, "private": self.args.hub_private_repo, **kwargs}
+        args = self.args
+        options = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
+        options.update({name: value for name, value in kwargs.items() if name in PUSH_OPTIONS})
         return push_folder(
             self._model_folder, self._repo_id, commit_message=commit_message or "End of training",
-            results=trainer_results(self, self._name), **kwargs,
+            results=trainer_results(self, self._name), **options,
         )  # fmt: skip
 
     @property

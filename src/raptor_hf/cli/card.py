@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..card_edits import is_edited
 from ..cards import add_probe, find_results, load_config, own_results, write_card
 from ..results import RESULTS_FILE, read_json
 from .console import note
@@ -45,6 +46,8 @@ def main(argv: list[str]) -> int:
         add_probe(results, read_json(_file(Path(args.probe))), [results["models"][0]["name"], folder.name, parent])
     path = write_card(folder, results, repo_id=args.repo_id, license=args.license, overwrite=args.overwrite_card)
     note(f"wrote {path}" + ("" if results else "; no results were found, so all measurements read 'Not yet run'"))
+    if is_edited(path.read_text(encoding="utf-8")):
+        note("its generated part was edited, or it has none: it is kept as it was; --overwrite-card replaces it")
     return 0
 
 
@@ -54,7 +57,8 @@ def _file(path: Path) -> Path:
 
 def _model_results(path: Path, folder: Path) -> dict:
     """Results of the model in `folder`: the one that has its path or its name, or the only one."""
-    results = read_json(_file(path))
+    path = _file(path)
+    results = read_json(path)
     models = results.get("models") or []
     mine = [model for model in models if (path.parent / str(model.get("path"))).resolve() == folder.resolve()]
     mine = mine or [model for model in models if model["name"] == folder.resolve().name]

@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from ..arguments import DistillationArguments
-from ..cards import write_card
+from ..cards import own_results, write_card
 from ..data import ImageDataset, PixelDataset
 from ..phases import Phases
 from ..report import write_report
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
         results["phases"] = record
     write_json(output_dir / RESULTS_FILE, results)
     write_report(output_dir, results)
-    write_card(output_dir / MODEL_FOLDER)
+    write_card(output_dir / MODEL_FOLDER, own_results(results, entry))
     header, rows = summary_rows(results)
     table(header, rows, title=title)
     note(f"model: {output_dir / MODEL_FOLDER}   report: {output_dir / 'report.html'}")

@@ -87,6 +87,7 @@ def main(argv: list[str]) -> int:
     )
     results["probe"] = {
         "task": probe.task.name,
+        "dataset": public_name(images.dataset),
         "protocol": probe.get_config_dict(),
         "results": {label: outcome.to_dict(teacher) for label, outcome in outcomes.items()},
     }

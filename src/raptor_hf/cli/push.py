@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
                 create_pr=args.create_pr, commit_message=args.commit_message, license=args.license,
                 overwrite_card=args.overwrite_card,
             )  # fmt: skip
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ConnectionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         warn(f"the upload did not finish ({reason}); {args.folder} is unchanged, run the same command again")
         return 1

@@ -33,7 +33,8 @@ def main(argv: list[str]) -> int:
     (args,) = parse("report", [ReportArguments], argv, ["folders"], description=__doc__)
     if not args.folders:
         raise UsageError("no run folder given; name one that holds a results.json.")
-    paths = sorted({path for folder in args.folders for path in Path(folder).rglob(RESULTS_FILE)})
+    found = {path for folder in args.folders for path in Path(folder).rglob(RESULTS_FILE)}
+    paths = sorted(path for path in found if not (path.parent / "config.json").is_file())  # a model's own excerpt
     if not paths:
         raise UsageError(f"no {RESULTS_FILE} in {', '.join(args.folders)}; a run writes it when it has finished.")
     output_dir = Path(args.output_dir or args.folders[0])
