@@ -296,8 +296,8 @@ raptor_hf("push", sys.argv[1], "alice/a")
 
 
 def test_a_card_edited_on_the_hub_is_kept(hub, saved, tmp_path):
-    """Pushed, edited here and pushed twice; edited on the Hub, pushed with other weights: the edit is there, weights are
-    new, what was exported before is gone; then overwritten.
+    """Pushed, edited here and pushed twice; edited on the Hub, pushed with other weights: the edit is there, weights
+    are new, what was exported before is gone; then overwritten.
     """
     code = """
 import torch

@@ -8,7 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from raptor_hf import RaptorModel
-from raptor_hf.research_import import convert_research_state, load_research_blocks, research_config
+from raptor_hf.cli import main
+from raptor_hf.data import dinov2_processor
+from raptor_hf.research_import import convert_research_state, load_research_blocks, research_config, research_state
 
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -80,3 +82,86 @@ def test_last_layers_must_increase(last_layers):
     state, _, _ = oracle("gelu")
     with pytest.raises(ValueError, match=r"must increase and lie within 1\.\.11"):
         research_config(state, last_layers, 12, 4)
+
+
+# ---- the command ----
+
+
+class Pickled(torch.nn.Module):
+    """Stands for the research code's module, which is pickled as a whole."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.blocks = torch.nn.ModuleDict()
+        self._state = state
+
+    def state_dict(self):
+        return self._state
+
+
+@pytest.fixture
+def teacher(make_teacher, tmp_path):
+    made = make_teacher(num_hidden_layers=12, num_attention_heads=4, image_size=28)
+    made.model.save_pretrained(tmp_path / "teacher")
+    dinov2_processor(28).save_pretrained(tmp_path / "teacher")
+    return made
+
+
+@pytest.mark.parametrize("kind", ["state", "wrapped", "pickle"])
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_the_command_makes_a_folder_with_the_teachers_embeddings(kind, name, teacher, tmp_path, capsys):
+    state, trajectory, _ = oracle(name)
+    contents = {
+        "state": state,
+        "wrapped": {"step": 3, "state_dict": {f"module._orig_mod.{key}": value for key, value in state.items()}},
+        "pickle": Pickled(state),
+    }[kind]
+    torch.save(contents, tmp_path / "raptor.pt")
+    command = ["import-research", str(tmp_path / "raptor.pt"), str(tmp_path / "out"), "--teacher"]
+    command.append(str(tmp_path / "teacher"))
+    if kind == "pickle":
+        assert main(command) == 2
+        assert "if you trust it, give --allow-pickle" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        command.append("--allow-pickle")
+    assert main(command) == 0, capsys.readouterr().err
+    assert ("can run any code" in capsys.readouterr().err) == (kind == "pickle")
+    model = RaptorModel.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    assert model.config.block_schedule == [0] * 7 + [1] * 3 + [2] * 2
+    assert model.config.layer_norm_eps == 1e-5
+    assert (model.config.mlp_type, model.config.teacher_name_or_path) == (name, "teacher")
+    with torch.no_grad():
+        last = model(hidden_states=trajectory[:, 0], output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(last, trajectory[:, 12], rtol=1e-5, atol=1e-5)  # saved in float32
+    embeddings = teacher.embedding_state()
+    assert all(torch.equal(model.state_dict()[key].float(), value) for key, value in embeddings.items())
+    assert "Not yet run." in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+
+
+def test_what_cannot_be_imported_is_said(teacher, make_teacher, tmp_path, capsys):
+    state, _, _ = oracle("gelu")
+    torch.save(state, tmp_path / "raptor.pt")
+    torch.save({**state, "head.weight": torch.ones(1)}, tmp_path / "more.pt")
+    torch.save({"head.weight": torch.ones(1)}, tmp_path / "none.pt")
+    (tmp_path / "torn.safetensors").write_bytes(b"1234567890")
+    make_teacher(num_hidden_layers=4, image_size=28).model.save_pretrained(tmp_path / "short")
+    make_teacher(num_hidden_layers=12, hidden_size=64, image_size=28).model.save_pretrained(tmp_path / "wide")
+    for file, name, options, message in (
+        ("raptor.pt", "short", [], "no published split of 4 layers into 3 blocks; give --last-layers"),
+        ("raptor.pt", "teacher", ["--last-layers", "10,7"], "must increase and lie within 1..11"),
+        ("raptor.pt", "wide", [], "the checkpoint has 32 features, the teacher 64"),
+        ("more.pt", "teacher", [], "unknown names: head.weight"),
+        ("none.pt", "teacher", [], "has no weights called blocks.N.*"),
+        ("torn.safetensors", "teacher", [], "is damaged"),
+        ("absent.pt", "teacher", [], "is no file"),
+    ):
+        folder = str(tmp_path / name)
+        assert (
+            main(["import-research", str(tmp_path / file), str(tmp_path / "out"), "--teacher", folder, *options]) == 2
+        )
+        assert message in capsys.readouterr().err
+    assert main(["import-research", str(tmp_path / "raptor.pt")]) == 2
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="has no weights called blocks"):
+        research_state(None)

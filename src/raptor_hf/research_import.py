@@ -36,6 +36,37 @@ RESEARCH_NAMES = {
     "t_proj.2.bias": "depth_scale.linear2.bias",
 }
 
+# Splits of DINOv2-B (arXiv 2512.19941, Table 3), by number of blocks and layers.
+PUBLISHED_LAST_LAYERS = {(2, 12): (7,), (3, 12): (7, 10), (4, 12): (4, 7, 10)}
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+def research_state(checkpoint: Any) -> dict[str, torch.Tensor]:
+    """The blocks' weights in what a research file holds: a state dict, one inside a larger mapping, or a module.
+
+    Prefixes of wrappers (`module.`, `_orig_mod.`, `model.`) are taken off.
+
+    Raises:
+        ValueError: if there are no weights of blocks in it.
+    """
+    if isinstance(checkpoint, torch.nn.Module):
+        checkpoint = checkpoint.state_dict()
+    for key in _WRAPPERS:
+        if isinstance(checkpoint, Mapping) and isinstance(checkpoint.get(key), Mapping):
+            checkpoint = checkpoint[key]
+    state = {}
+    for name, value in checkpoint.items() if isinstance(checkpoint, Mapping) else ():
+        while name.startswith(_PREFIXES):
+            name = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
+        if isinstance(value, torch.Tensor):
+            state[name] = value
+    if not any(name.startswith("blocks.") for name in state):
+        raise ValueError(
+            "the checkpoint has no weights called blocks.N.*; give the state dict of a Raptor of the paper."
+        )
+    return state
+
 
 def convert_research_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames `blocks.{j}.*` of the research code to `blocks.{j}.*` of [`RaptorModel`]; tensors are not changed.

@@ -23,6 +23,7 @@ COMMANDS = {
     "distill": "train a Raptor, a few weight-tied blocks, to reproduce a teacher's hidden states",
     "probe": "measure a frozen backbone on classification, segmentation or depth",
     "report": "collect the results of runs in results.json, figures and report.html",
+    "import-research": "turn a checkpoint of the paper's code into a folder for the Hub",
     "export": "write a saved Raptor as ONNX or torch.export, compared with the model",
     "card": "write the model card of a saved Raptor from its results",
     "push": "upload a saved Raptor with its processor and card to the Hub",
