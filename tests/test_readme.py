@@ -1,5 +1,6 @@
 """What the README tells a newcomer is run: its Python snippets in order, and its numbers against the recorded run."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -47,6 +48,19 @@ def test_the_python_snippets_run_in_order(workspace):
     assert names["model"].config.num_blocks == 3
     assert len(names["outputs"].hidden_states) == 13
     assert names["similarity"].shape == (12, 12)
+
+
+def test_the_recipes_table_is_the_recorded_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    recipe = importlib.import_module("recipe")
+    results = json.loads((ROOT / "examples" / "recipe" / "results.json").read_text())
+    rows = recipe.summary_rows(results, 224, 800)
+    assert len(rows) == 6
+    for row in rows:
+        assert "| " + " | ".join(row) + " |" in README
+    for preset in ("paper", "research", "recommended"):
+        steps = {run["steps"] for run in results["runs"] if run["name"] == preset and run["image_size"] == 98}
+        assert steps == {40, 160, 400, 800}
 
 
 def test_the_results_table_is_the_recorded_runs():
