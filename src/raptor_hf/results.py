@@ -64,8 +64,7 @@ RECORDED_ARGUMENTS = (
 CURVES = {"r2": "R²", "cosine": "Cosine similarity"}
 # An absolute path at the start of a word: only its last part says something to a reader elsewhere.
 _FOLDERS = re.compile(
-    r"""(?:(?<=^)|(?<=[\s'"=,;(\[{<>|]))(?:(?:file://)?(?:~|[A-Za-z]:)?[\\/](?:[^\s'"\\/]+[\\/])+|(?:\.\.[\\/])+(?:[^\s'"\\/]+[\\/])*)""",
-    re.MULTILINE,
+    r"""(?:(?<=^)|(?<=[\s'"=,;(\[{<>|]))(?:file://)?(?:~|[A-Za-z]:)?[\\/](?:[^\s'"\\/]+[\\/])+""", re.MULTILINE
 )
 _QUOTED_FOLDERS = re.compile(r"""(['"])(?:~|[A-Za-z]:)?[\\/](?:[^'"\n\\/]+[\\/])+([^'"\n\\/]*)\1""")  # with spaces
 _SECRETS = re.compile(r"(--?\w*[-_]?token(?:=|\s+))(\S+)", re.IGNORECASE)
