@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from raptor_hf import RaptorConfig, RaptorModel
+from raptor_hf import DistillationArguments, RaptorConfig, RaptorDistillationTrainer, RaptorModel
+from raptor_hf.data import PixelDataset, dinov2_processor, load_images
 from raptor_hf.teachers import FAMILIES, Teacher
 
 torch.set_num_threads(1)  # tiny tensors are slower on several, and sums then do not depend on the machine
@@ -94,3 +95,58 @@ def make_teacher():
 def pixels():
     """Two images of the native size, `(2, 3, 56, 56)`."""
     return torch.randn(2, 3, 56, 56, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def images():
+    """Sixteen processed images of 28 pixels, of two classes."""
+    generator = torch.Generator().manual_seed(3)
+    return [{"pixel_values": torch.randn(3, 28, 28, generator=generator), "label": i % 2} for i in range(16)]
+
+
+@pytest.fixture
+def teacher(make_teacher):
+    """A `Teacher` of 4 layers for images of 28 pixels, with its image processor."""
+    return make_teacher(num_hidden_layers=4, image_size=28, image_processor=dinov2_processor(28))
+
+
+@pytest.fixture
+def make_trainer(teacher, images, tmp_path):
+    """Factory: a trainer of `teacher` for 4 steps in `tmp_path / folder`; keyword arguments are its arguments."""
+
+    def factory(
+        folder="run",
+        repeats=(2, 2),
+        train=images,
+        evaluation=images[:6],
+        callbacks=None,
+        blocks=None,
+        init="middle",
+        **options,
+    ):
+        options = {
+            "max_steps": 4,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_steps": 1,
+            "save_total_limit": None,
+            "loss_scale_images": 8,
+            "blocks_share": 0.5,
+            "max_grad_norm": 0.0,
+            **options,
+        }
+        args = DistillationArguments(
+            output_dir=str(tmp_path / folder), use_cpu=True, report_to="none", disable_tqdm=True, **options
+        )
+        torch.manual_seed(5)
+        student = RaptorModel.from_teacher(teacher, repeats, init=init)
+        return RaptorDistillationTrainer(student, teacher, args, train, evaluation, blocks=blocks, callbacks=callbacks)
+
+    return factory
+
+
+@pytest.fixture
+def digits(teacher):
+    """Eight digits through the processor of `teacher`."""
+    return PixelDataset(load_images("digits", split="train", max_images=8), teacher.image_processor)

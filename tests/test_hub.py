@@ -262,7 +262,7 @@ for folder in broken:
         "is no folder of a saved Raptor",
         "of two saves; delete the older one",
         "lacks 7 weights, embeddings.cls_token among them",
-        "preprocessor_config.json is damaged",
+        "preprocessor_config.json is no strict JSON",
         "revision='dev' and create_pr exclude each other",
     ):
         assert message in error
@@ -284,6 +284,14 @@ for allowed in ("1", "4", "6", "-"):
 raptor_hf("push", sys.argv[1], "alice/a", "--private", "--license", "mit")
 del os.environ["HF_TOKEN"]
 raptor_hf("push", sys.argv[1], "alice/a")
+from raptor_hf.hub import push_folder
+try:
+    push_folder(sys.argv[1], "alice/a", token="hf_mallory", license="mit")
+except ValueError as error:
+    assert "alice/a: the Hub answers 401; the token is missing, wrong or expired" in str(error), error
+else:
+    raise SystemExit("a wrong token was accepted")
+push_folder(sys.argv[1], "alice/a", token="hf_" + "alice")
 """
     codes, error = run_client(code, saved, environment=hub.environment(tmp_path / "home"))
     assert codes == [1, 1, 1, 0, 2, 2]

@@ -243,3 +243,9 @@ def test_importing_the_package_costs_what_one_transformers_model_costs():
     added, heavy = map(json.loads, run.stdout.splitlines()[-2:])
     assert set(added) - sys.stdlib_module_names == {PACKAGE, *(f"{PACKAGE}.{name}" for name in HUB_FILES)}
     assert heavy == []
+
+
+def test_no_argument_that_the_hub_client_has_dropped():
+    """`token` is the one name of a token; repositories are written by commits."""
+    dropped = re.compile(r"use_auth_token|huggingface_hub.*\bRepository\b|local_dir_use_symlinks|resume_download")
+    assert [name for name, path in MODULES.items() if dropped.search(path.read_text(encoding="utf-8"))] == []

@@ -13,7 +13,6 @@ import torch
 
 import raptor_hf
 from raptor_hf import results
-from raptor_hf.data import PixelDataset, dinov2_processor, load_images
 from raptor_hf.results import (
     dataset_record,
     environment,
@@ -50,16 +49,6 @@ class Measurement:
 
     def to_dict(self):
         return {"measured": np.float32(self.value)}
-
-
-@pytest.fixture
-def teacher(make_teacher):
-    return make_teacher(num_hidden_layers=4, image_size=28, image_processor=dinov2_processor(28))
-
-
-@pytest.fixture
-def pixels(teacher):
-    return PixelDataset(load_images("digits", split="train", max_images=8), teacher.image_processor)
 
 
 @pytest.mark.parametrize(
@@ -129,12 +118,12 @@ def test_the_old_file_survives_what_goes_wrong(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": [Infinity]}', '{"a": 1', ""])
 def test_reading_refuses_what_is_no_strict_json(text, tmp_path):
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ValueError, match=r"results\.json is no strict JSON \(.+\); write it again with write_json"):
+    with pytest.raises(ValueError, match=r"results\.json is no strict JSON \(.+\); write or save it again"):
         read_json(tmp_path / "results.json")
 
 
 def test_reading_a_missing_file_names_it(tmp_path):
-    with pytest.raises(ValueError, match=r"absent\.json is no file; pass the results\.json of a finished run"):
+    with pytest.raises(ValueError, match=r"absent\.json is no file; pass one that a finished run or save_pretrained"):
         read_json(tmp_path / "absent.json")
 
 
@@ -196,7 +185,7 @@ def test_summary_leaves_out_columns_without_values():
     assert summary_rows(partial)[1][0] == ["teacher", "–", "50.00", "–"]
 
 
-def test_records_have_no_private_paths(teacher, pixels, tmp_path):
+def test_records_have_no_private_paths(teacher, digits, tmp_path):
     folder = tmp_path / "my-teacher"
     folder.mkdir()
     assert public_name(str(folder)) == "my-teacher"
@@ -205,7 +194,7 @@ def test_records_have_no_private_paths(teacher, pixels, tmp_path):
     record = teacher_record(teacher)
     assert record["name"] == "my-teacher"
     assert record["num_layers"] == 4
-    assert str(tmp_path) not in json.dumps([record, new_results("t", "c", 0), dataset_record(pixels, None)])
+    assert str(tmp_path) not in json.dumps([record, new_results("t", "c", 0), dataset_record(digits, None)])
 
 
 def test_tokens_are_in_no_results():
@@ -215,6 +204,11 @@ def test_tokens_are_in_no_results():
         assert command.endswith("--seed 1")
 
 
-def test_dataset_record_counts_what_was_left_out(pixels):
-    pixels.images.num_skipped = 2
-    assert dataset_record(pixels, pixels) == {"name": "digits", "num_train": 8, "num_test": 8, "num_skipped": 4}
+def test_dataset_record_counts_what_was_left_out(digits):
+    digits.images.num_skipped = 2
+    assert dataset_record(digits, digits) == {
+        "name": "digits",
+        "num_train": 8,
+        "num_test": 8,
+        "num_skipped": 4,
+    }

@@ -6,19 +6,8 @@ import pytest
 import torch
 
 from raptor_hf import DistillationArguments, RaptorModel
-from raptor_hf.data import PixelDataset, dinov2_processor, load_images
 from raptor_hf.phases import Phases
 from raptor_hf.runs import discover_phases, distill
-
-
-@pytest.fixture
-def teacher(make_teacher):
-    return make_teacher(num_hidden_layers=4, image_size=28, image_processor=dinov2_processor(28))
-
-
-@pytest.fixture
-def pixels(teacher):
-    return PixelDataset(load_images("digits", split="train", max_images=8), teacher.image_processor)
 
 
 def arguments(folder, **options):
@@ -28,21 +17,21 @@ def arguments(folder, **options):
     )  # fmt: skip
 
 
-def test_phases_are_searched_once_and_kept(teacher, pixels, tmp_path):
+def test_phases_are_searched_once_and_kept(teacher, digits, tmp_path):
     path = tmp_path / "phases.json"
-    record = discover_phases(teacher, pixels, (2, 3), path)
+    record = discover_phases(teacher, digits, (2, 3), path)
     assert set(record["partitions"]) == {"2", "3"}
     assert len(record["similarity"]) == 4
     assert record["num_images"] == 8
     kept = json.loads(path.read_text())
     kept["num_images"] = 99
     path.write_text(json.dumps(kept))
-    assert discover_phases(teacher, pixels, (3,), path)["num_images"] == 99
-    assert discover_phases(teacher, pixels, (4,), path)["num_images"] == 8  # not there yet: searched again
+    assert discover_phases(teacher, digits, (3,), path)["num_images"] == 99
+    assert discover_phases(teacher, digits, (4,), path)["num_images"] == 8  # not there yet: searched again
 
 
-def test_distilling_saves_a_model_and_a_record(teacher, pixels, tmp_path):
-    model, record = distill(teacher, Phases.from_repeats((2, 2)), arguments(tmp_path), pixels, pixels, name="raptor-k2")
+def test_distilling_saves_a_model_and_a_record(teacher, digits, tmp_path):
+    model, record = distill(teacher, Phases.from_repeats((2, 2)), arguments(tmp_path), digits, digits, name="raptor-k2")
     saved = RaptorModel.from_pretrained(tmp_path / "model")
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
@@ -54,23 +43,23 @@ def test_distilling_saves_a_model_and_a_record(teacher, pixels, tmp_path):
     json.dumps(record, allow_nan=False)
 
 
-def test_the_same_call_goes_on_and_changes_nothing_once_done(teacher, pixels, tmp_path):
-    first, _ = distill(teacher, Phases.from_repeats((2, 2)), arguments(tmp_path), pixels, None, name="a")
-    again, record = distill(teacher, Phases.from_repeats((2, 2)), arguments(tmp_path), pixels, None, name="a")
+def test_the_same_call_goes_on_and_changes_nothing_once_done(teacher, digits, tmp_path):
+    first, _ = distill(teacher, Phases.from_repeats((2, 2)), arguments(tmp_path), digits, None, name="a")
+    again, record = distill(teacher, Phases.from_repeats((2, 2)), arguments(tmp_path), digits, None, name="a")
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert record["training"]["steps"] == 2
     assert "fidelity" not in record
 
 
 @pytest.mark.parametrize(("preset", "mlp_type"), [("paper", "gelu"), ("research", "swiglu")])
-def test_the_preset_chooses_the_student_and_a_value_wins(teacher, pixels, tmp_path, preset, mlp_type):
+def test_the_preset_chooses_the_student_and_a_value_wins(teacher, digits, tmp_path, preset, mlp_type):
     model, _ = distill(
-        teacher, Phases.from_repeats((2, 2)), arguments(tmp_path / "a", preset=preset), pixels, None, name="a"
+        teacher, Phases.from_repeats((2, 2)), arguments(tmp_path / "a", preset=preset), digits, None, name="a"
     )
     assert model.config.mlp_type == mlp_type
     assert model.config.layerscale_value == 1e-5
     model, record = distill(
-        teacher, Phases.from_repeats((2, 2)), arguments(tmp_path / "b", preset=preset), pixels, None, name="b",
+        teacher, Phases.from_repeats((2, 2)), arguments(tmp_path / "b", preset=preset), digits, None, name="b",
         student={"init": "last", "mlp_type": "gelu", "intermediate_size": None},
     )  # fmt: skip
     assert model.config.mlp_type == "gelu"

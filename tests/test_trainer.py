@@ -5,56 +5,11 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoImageProcessor, TrainerCallback
+from transformers import TrainerCallback
 
 from raptor_hf import DistillationArguments, RaptorDistillationTrainer, RaptorModel
 from raptor_hf.checkpoints import last_complete_checkpoint
 from raptor_hf.data import dinov2_processor, load_images
-
-
-@pytest.fixture
-def images():
-    generator = torch.Generator().manual_seed(3)
-    return [{"pixel_values": torch.randn(3, 28, 28, generator=generator), "label": i % 2} for i in range(16)]
-
-
-@pytest.fixture
-def teacher(make_teacher):
-    return make_teacher(num_hidden_layers=4, image_size=28, image_processor=dinov2_processor(28))
-
-
-@pytest.fixture
-def make_trainer(teacher, images, tmp_path):
-    def factory(
-        folder="run",
-        repeats=(2, 2),
-        train=images,
-        evaluation=images[:6],
-        callbacks=None,
-        blocks=None,
-        init="middle",
-        **options,
-    ):
-        options = {
-            "max_steps": 4,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_steps": 1,
-            "save_total_limit": None,
-            "loss_scale_images": 8,
-            "blocks_share": 0.5,
-            "max_grad_norm": 0.0,
-            **options,
-        }
-        args = DistillationArguments(
-            output_dir=str(tmp_path / folder), use_cpu=True, report_to="none", disable_tqdm=True, **options
-        )
-        torch.manual_seed(5)
-        student = RaptorModel.from_teacher(teacher, repeats, init=init)
-        return RaptorDistillationTrainer(student, teacher, args, train, evaluation, blocks=blocks, callbacks=callbacks)
-
-    return factory
 
 
 class StopAt(TrainerCallback):
@@ -399,26 +354,6 @@ def test_loss_scale_is_computed_once_and_stored_with_the_run(make_trainer, tmp_p
     again = make_trainer(loss_scale="layer_variance")
     again.train(resume_from_checkpoint=True)  # a run that is gone on with keeps what it began with
     assert again.model.loss_scale["cls"] == [7.0] * 4
-
-
-# ---- saving ----
-
-
-def test_checkpoints_hold_the_wrapper_and_models_the_student(make_trainer, tmp_path):
-    trainer = make_trainer(stage="end_to_end")
-    trainer.train()
-    trainer.save_model(str(tmp_path / "model"))
-    files = {path.name for path in (tmp_path / "model").iterdir() if path.suffix != ".py"}
-    assert files == {"config.json", "model.safetensors", "preprocessor_config.json"}
-    model, report = RaptorModel.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert_same(model, trainer.raptor)
-    checkpoint = tmp_path / "run" / "checkpoint-4"
-    assert_same(RaptorModel.from_pretrained(checkpoint), trainer.raptor)
-    for folder in (checkpoint, tmp_path / "model"):
-        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        assert dict(processor.crop_size) == {"height": 28, "width": 28}
 
 
 # ---- streams and changed batches ----

@@ -5,8 +5,8 @@ again: what somebody added around the marks is kept, what somebody changed betwe
 """
 
 import importlib.resources
+import importlib.util
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,18 @@ from . import plots
 from .card_edits import assemble_card, card_license, check_card, is_hub_id, update_card
 from .modeling_raptor import RaptorPreTrainedModel
 from .phases import Phases
-from .results import ABSENT, RESULTS_FILE, TEACHER, as_number, as_text, read_json, to_plain, without_folders, write_file
+from .results import (
+    ABSENT,
+    RESULTS_FILE,
+    TEACHER,
+    as_number,
+    as_text,
+    json_text,
+    read_json,
+    to_plain,
+    without_folders,
+    write_file,
+)
 from .teachers import public_name
 from .tokens import TOKEN_GROUPS
 
@@ -117,7 +128,7 @@ def model_card(
         num_layers=config.num_hidden_layers,
         teacher=teacher,
         share=f"{100 * parameters / whole:.1f} %" if whole and parameters else None,
-        picture=PICTURE_FILE if schedule_picture(config.block_schedule, name) else None,
+        picture=PICTURE_FILE if importlib.util.find_spec("matplotlib") else None,
         facts=_facts(config, entry),
         class_name=architecture if architecture in _CLASSES else "RaptorModel",
         auto_class=auto_class,
@@ -140,7 +151,8 @@ def model_card(
 def load_config(folder: str | Path) -> Any:
     """Configuration of a saved Raptor. Raises `ValueError` if `folder` holds none."""
     path = Path(folder) / "config.json"
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")).get("model_type") != "raptor":
+    config = read_json(path) if path.is_file() else None
+    if not isinstance(config, dict) or config.get("model_type") != "raptor":
         raise ValueError(
             f"{folder} is no folder of a saved Raptor; save_pretrained makes one, distill leaves OUT/model."
         )
@@ -190,8 +202,7 @@ def card_files(folder: str | Path, results: Mapping[str, Any] | None, name: str 
     if picture is not None:
         files[PICTURE_FILE] = picture
     if results:
-        text = json.dumps(to_plain(results), allow_nan=False, ensure_ascii=False, indent=2)
-        files[RESULTS_FILE] = f"{text}\n".encode()
+        files[RESULTS_FILE] = json_text(results).encode()
     return files
 
 

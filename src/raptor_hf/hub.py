@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .card_edits import card_license, check_card, is_untouched, signed, update_card
 from .cards import CARD_FILE, PICTURE_FILE, card_files, find_results, load_config, model_card, own_results, read_card
 from .modeling_raptor import RaptorModel, RaptorPreTrainedModel
-from .results import RESULTS_FILE
+from .results import RESULTS_FILE, read_json
 from .teachers import public_name
 
 logger = logging.get_logger(__name__)
@@ -155,7 +155,7 @@ def check_folder(folder: str | Path) -> None:
     again = "; save the model again with save_pretrained."
     names = {WEIGHTS}
     if (folder / INDEX).is_file():
-        names = set(_read_json(folder / INDEX).get("weight_map", {}).values()) or {WEIGHTS}
+        names = _shards(folder / INDEX)
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ValueError(f"{folder} lacks the weights {', '.join(missing)}{again}")
@@ -177,20 +177,21 @@ def check_folder(folder: str | Path) -> None:
         raise ValueError(f"{folder} lacks the code that loads it without raptor_hf{again}")
     if not (folder / PROCESSOR).is_file():
         raise ValueError(f"{folder} has no {PROCESSOR}; add it with image_processor.save_pretrained({str(folder)!r}).")
-    _read_json(folder / PROCESSOR)
+    read_json(folder / PROCESSOR)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); save it again.") from error
-    return data if isinstance(data, dict) else {}
+def _shards(index: Path) -> set[str]:
+    """Files that an index names."""
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not weight_map:
+        raise ValueError(f"{index} names no weights; save the model again with save_pretrained.")
+    return set(weight_map.values())
 
 
 def _public_config(folder: Path) -> bytes:
     """The configuration, in which a teacher's folder is but a name."""
-    data = _read_json(folder / "config.json")
+    data = read_json(folder / "config.json")
     if data.get("teacher_name_or_path"):
         data["teacher_name_or_path"] = public_name(data["teacher_name_or_path"])
     return f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode()

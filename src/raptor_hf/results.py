@@ -192,23 +192,27 @@ def write_json(path: str | os.PathLike[str], data: Any) -> Path:
     Raises:
         TypeError, ValueError: as [`to_plain`]; the old file stays as it was.
     """
-    text = json.dumps(to_plain(data), allow_nan=False, ensure_ascii=False, indent=2)
-    return write_file(Path(path), f"{text}\n".encode())
+    return write_file(Path(path), json_text(data).encode())
+
+
+def json_text(data: Any) -> str:
+    """`data` as the text of a strict JSON file. Raises `TypeError` and `ValueError` as [`to_plain`]."""
+    return json.dumps(to_plain(data), allow_nan=False, ensure_ascii=False, indent=2) + "\n"
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a strict JSON file.
+    """Read a strict JSON file: results, phases, or a configuration that a model was saved with.
 
     Raises:
         ValueError: if the file is missing or is no strict JSON (bare NaN and Infinity are none).
     """
     if not Path(path).is_file():
-        raise ValueError(f"{path} is no file; pass the results.json of a finished run.")
+        raise ValueError(f"{path} is no file; pass one that a finished run or save_pretrained left.")
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         json.dumps(data, allow_nan=False)
     except ValueError as error:
-        raise ValueError(f"{path} is no strict JSON ({error}); write it again with write_json.") from error
+        raise ValueError(f"{path} is no strict JSON ({error}); write or save it again.") from error
     return data
 
 

@@ -44,13 +44,14 @@ class StudentSavingTrainer(Trainer):
             self.processing_class.save_pretrained(output_dir)
 
     def create_model_card(self, license: str | None = None, model_name: str | None = None, **kwargs: Any) -> None:
-        """Writes the model card of the student, with what was measured, into `args.output_dir/model`.
+        """Saves the student in `args.output_dir/model`, with a model card of what was measured.
 
         Args:
             license: licence of the model, such as `apache-2.0`.
             model_name: its name; by default that of the repository or of the output folder.
             kwargs: not used; the library's other facts about a model are taken from the run itself.
         """
+        self.save_model(str(self._model_folder), _internal_call=True)  # which would push, otherwise
         if self.is_world_process_zero():
             write_card(self._model_folder, trainer_results(self, model_name or self._name), license=license)
 
@@ -69,7 +70,7 @@ class StudentSavingTrainer(Trainer):
         Raises:
             ValueError, HfHubHTTPError: as [`push_folder`].
         """
-        self.save_model(str(self._model_folder), _internal_call=True)  # which would push, too
+        self.save_model(str(self._model_folder), _internal_call=True)
         if not self.is_world_process_zero():
             return None
         args = self.args

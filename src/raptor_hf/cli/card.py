@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..card_edits import is_edited
-from ..cards import add_probe, find_results, load_config, own_results, write_card
+from ..cards import add_probe, find_results, own_results, write_card
 from ..results import RESULTS_FILE, read_json
+from .common import saved_raptor
 from .console import note
 from .parsing import parse
 from .values import UsageError
@@ -34,10 +35,8 @@ def main(argv: list[str]) -> int:
         ValueError: for wrong input.
     """
     (args,) = parse("card", [CardArguments], argv, ["folder"], description=__doc__)
-    if args.folder is None:
-        raise UsageError("no folder given; name one that holds a saved Raptor, as OUTPUT_DIR/model.")
+    saved_raptor(args.folder)
     folder = Path(args.folder)
-    load_config(folder)
     results = find_results(folder) if args.results is None else _model_results(Path(args.results), folder)
     if args.probe is not None:
         if results is None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..cards import load_config
 from ..data import ImageDataset, PixelDataset, load_images
 from ..results import RESULTS_FILE
 from ..teachers import Teacher
@@ -94,6 +95,18 @@ def to_pixels(images: ImageDataset, processor: Any, image_size: int | None) -> P
     if processor is None:
         raise UsageError("this model has no image processor; add a preprocessor_config.json to its folder.")
     return PixelDataset(images, processor, image_size=image_size)
+
+
+def saved_raptor(folder: str | None) -> Any:
+    """Configuration of the saved Raptor that a command is given.
+
+    Raises:
+        UsageError: if none is named.
+        ValueError: if the folder holds none.
+    """
+    if folder is None:
+        raise UsageError("no folder given; name one that holds a saved Raptor, as OUTPUT_DIR/model.")
+    return load_config(folder)
 
 
 def check_finished(output_dir: Path, overwrite: bool) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from transformers import AutoImageProcessor
 
-from ..cards import load_config
 from ..data import PixelDataset, collate_pixels, load_images
 from ..export import export_model
 from ..modeling_raptor import RaptorForImageClassification, RaptorModel
+from .common import saved_raptor
 from .console import note, status
 from .parsing import parse
 from .values import UsageError
@@ -35,9 +35,7 @@ def main(argv: list[str]) -> int:
         ValueError: for wrong input.
     """
     (args,) = parse("export", [ExportArguments], argv, ["folder"], description=__doc__)
-    if args.folder is None:
-        raise UsageError("no folder given; name one that holds a saved Raptor, as OUTPUT_DIR/model.")
-    config = load_config(args.folder)
+    config = saved_raptor(args.folder)
     output_dir = Path(args.output_dir or args.folder)
     if args.format == "safetensors" and output_dir.resolve() == Path(args.folder).resolve():
         raise UsageError("safetensors would replace the model itself; give another --output_dir.")
