@@ -149,7 +149,7 @@ def hub():
 def saved(make_model, tmp_path):
     """A saved Raptor with its processor, and things beside it that are nobody's business."""
     folder = tmp_path / "run" / "model"
-    make_model().save_pretrained(folder)
+    make_model(teacher_name_or_path="/home/somebody/teachers/dino").save_pretrained(folder)
     PROCESSOR.save_pretrained(folder)
     for name in ("optimizer.pt", "training_args.bin", "notes.txt", "train.py"):
         (folder / name).write_text("private")
@@ -183,6 +183,9 @@ for extra in ([], [], ["--revision", "tuned", "--license", "mit"], ["--create-pr
         "README.md", "config.json", "model.safetensors", "preprocessor_config.json", "schedule.png", "tokens.py",
         "configuration_raptor.py", "modeling_raptor.py", "modeling_raptor_layers.py",
     }  # fmt: skip
+    sent = [hub.blobs[oid] for name, oid in repo.trees[repo.refs["main"]].items() if name.endswith((".json", ".md"))]
+    assert not any(b"somebody" in content for content in sent)
+    assert any(b'"teacher_name_or_path": "dino"' in content for content in sent)
     assert len(list(repo.history("main"))) == 2  # the first, and one push of two
     assert len(list(repo.history("tuned"))) == 3
     assert len(list(repo.history("refs/pr/1"))) == 3
