@@ -1,16 +1,23 @@
 """What leaves a distillation: checkpoints hold the wrapper, all else the student alone, with processor and card."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from torch import nn
 from transformers import Trainer
+from transformers.utils import logging
 
 from .cards import write_card
+from .checkpoints import mark_world_size
 from .hub import push_folder
 from .modeling_raptor import RaptorModel
 from .results import trainer_results
+from .safeguards import FiniteLoss, broken_loss, saving
+
+logger = logging.get_logger(__name__)
 
 PUSH_OPTIONS = ("token", "private", "revision", "create_pr", "license", "overwrite_card")
 
@@ -22,12 +29,36 @@ class StudentSavingTrainer(Trainer):
     args: Any  # a DistillationArguments, whose fields the library declares as optional
     _saving_checkpoint = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._finite_loss = FiniteLoss()
+        super().__init__(*args, **kwargs)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer's; never one of a student that is not finite any more, and a full disk says what is left."""
+        self._stop_if_broken([parameter for parameter in model.parameters() if parameter.requires_grad])
         self._saving_checkpoint = True
+        step, folder = self.state.global_step, str(self.args.output_dir)
         try:
-            super()._save_checkpoint(model, trial)
+            with saving(folder, step, self.args.world_size):
+                if self.args.should_save:
+                    mark_world_size(Path(folder) / f"checkpoint-{step}", self.args.world_size)
+                super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False
+
+    def _stop_if_broken(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """Ends the run, on all processes together, if a loss or one of `parameters` is not finite."""
+        if self._finite_loss.is_broken(lambda count: self.accelerator.reduce(count, reduction="sum"), parameters):
+            raise broken_loss(str(self.args.output_dir), self.state.global_step, self.args.world_size)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Makes the repository that the run is pushed to. A Hub that cannot be reached now does not stop a training:
+        the push comes at the end, and can be repeated.
+        """
+        try:
+            super().init_hf_repo(token)
+        except (OSError, HfHubHTTPError, LocalTokenNotFoundError) as error:
+            logger.warning(f"The Hub repository could not be made ({error}); training goes on without it.")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """A checkpoint holds the wrapper; everything else is the student alone, with its image processor."""

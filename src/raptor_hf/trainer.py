@@ -7,7 +7,6 @@ checkpoints hold.
 
 import copy
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from .arguments import DistillationArguments
 from .checkpoints import last_complete_checkpoint
 from .data import ImageDataset, PixelDataset, collate_pixels
 from .distillation import STAGES, RaptorForDistillation
-from .fidelity import Fidelity, FidelityAccumulator
+from .evaluation import FidelityTrainer
 from .losses import layer_variances
 from .modeling_raptor import RaptorModel
 from .optimizers import MuonAdamW, block_parameter_groups
-from .saving import StudentSavingTrainer
+from .results import read_json, write_json
+from .safeguards import SIGTERM_EXIT, StopOnSigterm
 from .teachers import Teacher
 
 logger = logging.get_logger(__name__)
@@ -36,7 +36,7 @@ SCALE_FILE = "loss_scale.json"
 _COMPONENTS = ("tf", "ar", "cls", "reg", "patch")
 
 
-class RaptorDistillationTrainer(StudentSavingTrainer):
+class RaptorDistillationTrainer(FidelityTrainer):
     """Distils a teacher into a [`RaptorModel`] (arXiv 2512.19941, Sec. 3).
 
     Args:
@@ -101,12 +101,12 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
             self.accelerator.prepare_model(teacher.model, device_placement=True, evaluation_mode=True)
             self.accelerator._models.remove(teacher.model)  # what is listed there is taken for the prepared student
             teacher.model._is_accelerate_prepared = True
-        self.fidelity: Fidelity | None = None
         self.history: list[dict[str, Any]] = []
-        self._accumulator: FidelityAccumulator | None = None
         self._sums: dict[str, torch.Tensor] = {}
         self._num_summed = 0
         self._micro_step = 0
+        self._sigterm = StopOnSigterm()
+        self.add_callback(self._sigterm)
 
     # ---- Training ----
 
@@ -123,17 +123,34 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
 
         Raises:
             ValueError: if there is no training set, or it is smaller than one batch over all processes.
+            TrainingStopped: if the loss is not finite any more, or the disk is full.
+            SystemExit: with code 143 after SIGTERM, a checkpoint being saved (one process only).
         """
         self._check_train_dataset()
         if self.args.stage == "both":
             return self._train_both(bool(resume_from_checkpoint), **kwargs)
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir, self.args.world_size)
+            resume_from_checkpoint = self._last_checkpoint()
         self._set_loss_scale(keep=bool(resume_from_checkpoint))
         self._unprepare()
-        result = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+        try:
+            result = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
+        finally:
+            self._sigterm.release()
+        if self._sigterm.received:
+            logger.warning(f"Stopped by SIGTERM after step {self.state.global_step}, which is saved.")
+            raise SystemExit(SIGTERM_EXIT)
+        self._stop_if_broken(list(self.raptor.blocks.parameters()))
         self.history = [{"stage": self.stage, **entry} for entry in self.state.log_history]
         return result
+
+    def _last_checkpoint(self) -> str | None:
+        """Newest complete checkpoint; the main process alone deletes half-written ones."""
+        found = last_complete_checkpoint(
+            str(self.args.output_dir), self.args.world_size, clean=self.is_world_process_zero()
+        )
+        self.accelerator.wait_for_everyone()
+        return found
 
     def _train_both(self, resume: bool, **kwargs: Any) -> TrainOutput:
         steps, losses, metrics = 0, [], {}
@@ -185,9 +202,7 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
         output_dir = Path(self.args.output_dir)
         self.save_model(str(output_dir / "model"))
         if self.args.should_save:
-            partial = output_dir / f"{STAGE_FILE}.partial"
-            partial.write_text(json.dumps(record))
-            partial.replace(output_dir / STAGE_FILE)
+            write_json(output_dir / STAGE_FILE, record)
         self.accelerator.wait_for_everyone()
 
     def _finished(self) -> dict[str, Any] | None:
@@ -198,7 +213,7 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
         logger.warning(f"Stage {self.stage} is finished already; its model is used.")
         trained = RaptorModel.from_pretrained(path.parent / "model", dtype=self.raptor.dtype)
         self.raptor.load_state_dict(trained.state_dict())
-        return json.loads(path.read_text())
+        return read_json(path)
 
     def _check_train_dataset(self) -> None:
         if self.train_dataset is None:
@@ -221,10 +236,9 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
         if self.is_world_process_zero() and not (keep and path.is_file()):
             images = self._loss_scale_images()
             states = self.teacher.iter_hidden_states(images, self.args.per_device_train_batch_size)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(layer_variances(states, self.teacher.layout)))
+            write_json(path, layer_variances(states, self.teacher.layout))
         self.accelerator.wait_for_everyone()
-        variances = json.loads(path.read_text())
+        variances = read_json(path)
         shared = self.args.loss_scale == "shared_variance"
         self.model.loss_scale = dict.fromkeys(variances, variances["all"]) if shared else variances
 
@@ -312,6 +326,7 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
         next_step = step + 1
         logs = next_step % max(1, int(self.state.logging_steps)) == 0 or (self.args.logging_first_step and step == 0)
         outputs: Any = model(states, teacher_forcing_weight=weight, noise_seed=self._noise_seed(), return_states=logs)
+        self._finite_loss.update(outputs.loss)
         values = {name: getattr(outputs, name) for name in _COMPONENTS if getattr(outputs, name) is not None}
         values["lambda"] = torch.tensor(weight, device=outputs.loss.device)
         for name, value in values.items():
@@ -342,32 +357,12 @@ class RaptorDistillationTrainer(StudentSavingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the loss's components, averaged since the last log, and the R2 per layer of the last batch."""
         if "loss" in logs and self._num_summed:
+            self._stop_if_broken()
             for name, value in self._sums.items():
                 count = 1 if name.startswith("r2_layer_") else self._num_summed
                 logs[name] = float(self.accelerator.reduce(value / count, reduction="mean"))
             self._sums, self._num_summed = {}, 0
         super().log(logs, start_time)
-
-    # ---- Evaluation ----
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As the Trainer's, with the fidelity of the whole student run from state 0, in both stages.
-
-        Adds `eval_r2` (mean over layers, all tokens), `eval_r2_last`, `eval_cosine` and per layer
-        `eval_r2_layer_{l}`; the full [`Fidelity`] is kept in `self.fidelity`.
-        """
-        self._accumulator = FidelityAccumulator(self.raptor.config.num_hidden_layers, self.teacher.layout)
-        try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-            self._accumulator.reduce(lambda sums: self.accelerator.reduce(sums, reduction="sum"))
-            self.fidelity = fidelity = self._accumulator.compute()
-        finally:
-            self._accumulator = None
-        cosine = fidelity.cosine["all"]
-        metrics = {"r2": fidelity.mean_r2(), "r2_last": fidelity.last_r2(), "cosine": sum(cosine) / len(cosine)}
-        metrics.update({f"r2_layer_{layer}": value for layer, value in enumerate(fidelity.r2["all"], start=1)})
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
 
 
 def _check_fit(model: RaptorModel, teacher: Teacher) -> None:

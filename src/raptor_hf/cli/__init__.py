@@ -3,11 +3,12 @@
 Each command is a module of this package with `main(argv) -> int`, imported only when it is chosen, so that the list of
 commands costs nothing and a missing optional dependency disturbs only the command that needs it.
 
-Exit codes: 0 done, 1 failed (with a traceback, or because the reader of our output went away), 2 wrong input (one
-line, no traceback), 130 interrupted.
+Exit codes: 0 done, 1 failed (one line if the run stopped itself: a loss that is not finite, a full disk; silent if the
+reader of our output went away; else with a traceback), 2 wrong input (one line), 130 interrupted, 143 SIGTERM.
 """
 
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -31,6 +32,7 @@ COMMANDS = {
 TRACEBACK_VARIABLE = "RAPTOR_HF_TRACEBACK"
 """Environment variable that, when set, shows the traceback of a wrong-input error too."""
 
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXTRA_HINT = re.compile(r"raptor[-_]hf\[")
 
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): the arguments after the program's name, by default those of the process.
 
     Returns:
-        `int`: 0, 1, 2 or 130, as this module's docstring says.
+        `int`: 0, 1, 2, 130 or 143, as this module's docstring says.
 
     Raises:
         Exception: whatever the command raised that is neither the user's mistake nor an interruption; the interpreter
@@ -89,6 +91,14 @@ def _run(name: str, arguments: list[str]) -> int:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         return _fail(program, str(error) or type(error).__name__)
+    except RuntimeError as error:
+        if not _is_stop(error) or os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        return _fail(program, str(error), code=1)
+    except OSError as error:
+        if error.errno not in _NO_SPACE or os.environ.get(TRACEBACK_VARIABLE):
+            raise
+        return _fail(program, f"{error}; make room and run the same command again, what is finished is kept", code=1)
     except ImportError as error:
         if not _EXTRA_HINT.search(str(error)):
             raise
@@ -99,10 +109,22 @@ def _run(name: str, arguments: list[str]) -> int:
         return 130
 
 
-def _fail(program: str, message: str) -> int:
-    """Write `message` on one line of stderr and return 2, the exit code of wrong input."""
+def _is_stop(error: RuntimeError) -> bool:
+    """Whether a training stopped itself with a message. Imported here: a command that trains has done so already."""
+    from ..safeguards import TrainingStopped
+
+    return isinstance(error, TrainingStopped)
+
+
+def _fail(program: str, message: str, code: int = 2) -> int:
+    """Write `message` on one line of stderr and return `code`, by default that of wrong input.
+
+    Of an error that a data loader's worker passed on with its traceback, the error alone is written.
+    """
+    if message.startswith("Caught "):
+        message = message.rstrip().splitlines()[-1].split(": ", 1)[-1]
     sys.stderr.write(f"{program}: error: {' '.join(message.split())}\n")
-    return 2
+    return code
 
 
 def _exit_code(code: str | int | None) -> int:
