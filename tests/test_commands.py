@@ -4,7 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoImageProcessor
 
 from raptor_hf import RaptorModel
 from raptor_hf.cli import COMMANDS, main
@@ -99,6 +101,43 @@ def test_distill_goes_on_after_an_interruption_and_says_when_it_is_done(distille
     (distilled / "results.json").unlink()  # as if it had been stopped after training
     assert main(argv) == 0
     assert (distilled / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_blocks_trained_apart_are_the_joint_stage_one(teacher, photos, tmp_path, capsys):
+    common = ["distill", str(teacher), "--dataset", str(photos), "--repeats", "2", "2", "--max-steps", "8",
+              "--seed", "3", "--per-device-train-batch-size", "4", "--use-cpu", "--input-noise-std", "0.1"]  # fmt: skip
+    joint = tmp_path / "joint"
+    assert main([*common, "--output-dir", str(joint)]) == 0
+    runs = [str(tmp_path / name) for name in ("b0", "b1")]
+    for block, run in enumerate(runs):
+        assert main([*common, "--blocks", str(block), "--output-dir", run]) == 0
+    assembled = tmp_path / "assembled"
+    assert main(["assemble", *runs, "--output-dir", str(assembled)]) == 0
+    assert "| " + runs[1] in capsys.readouterr().out
+    expected = RaptorModel.from_pretrained(joint / "blocks" / "model").state_dict()
+    own = RaptorModel.from_pretrained(assembled / "model").state_dict()
+    assert all(torch.equal(own[name], expected[name]) for name in expected)
+    start = [argument for argument in common if argument not in ("--repeats", "2")]
+    assert main([*start, "--student", str(assembled / "model"), "--output-dir", str(tmp_path / "on")]) == 0
+    expected = RaptorModel.from_pretrained(joint / "end_to_end" / "model").state_dict()
+    own = RaptorModel.from_pretrained(tmp_path / "on" / "model").state_dict()
+    assert all(torch.equal(own[name], expected[name]) for name in expected)
+    assert results(tmp_path / "on")["models"][0]["training"]["steps"] == 6
+    assert AutoImageProcessor.from_pretrained(assembled / "model").crop_size["height"] == 28
+
+    for argv, message in (
+        (["assemble", runs[0]], "block 1 of 2 is in none of the runs; train it with distill --blocks 1."),
+        (["assemble", *runs, runs[1]], f"block 1 was trained in {runs[1]}"),
+        (["assemble", runs[0], str(joint)], "trained all blocks"),
+        (["assemble", runs[0], str(tmp_path / "nothing")], "holds no finished run"),
+        (["assemble"], "no runs given"),
+        (["assemble", *runs, "--output-dir", str(assembled)], "exists; give another --output_dir"),
+        ([*common, "--student", str(assembled / "model")], "--student and --repeats exclude each other"),
+        ([*common, "--blocks", "0", "--stage", "end_to_end"], "--blocks trains in stage 1"),
+        ([*common, "--blocks", "7", "--output-dir", str(tmp_path / "b7")], "has the blocks 0 to 1"),
+    ):
+        assert main(argv) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_distill_from_a_file_with_repeats_or_earlier_phases(teacher, photos, tmp_path, capsys):

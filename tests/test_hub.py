@@ -306,6 +306,38 @@ push_folder(sys.argv[1], "alice/a", token="hf_" + "alice")
     assert len(list(hub.repos["alice/a"].history("main"))) == 2
 
 
+def test_a_training_is_pushed_at_its_end_and_a_hub_that_is_away_costs_nothing(hub, teacher, tmp_path):
+    """The Hub answers nothing while the first run ends: the Raptor is saved, exit code 1 says how to send it."""
+    teacher.model.save_pretrained(tmp_path / "teacher")
+    teacher.image_processor.save_pretrained(tmp_path / "teacher")
+    code = """
+import os, urllib.request
+run = ["distill", sys.argv[1], "--repeats", "2", "2", "--max-steps", "2", "--max-images", "16", "--use-cpu",
+       "--per-device-train-batch-size", "4", "--report-to", "none", "--push-to-hub", "--hub-private-repo",
+       "--hub-model-id", "alice/small", "--output-dir"]
+urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/fail-after/0")
+raptor_hf(*run, sys.argv[1] + "-away")
+urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/fail-after/-")
+raptor_hf("push", sys.argv[1] + "-away/model", "alice/away")
+raptor_hf(*run, sys.argv[1] + "-run")
+del os.environ["HF_TOKEN"]
+raptor_hf(*run, sys.argv[1] + "-none")
+"""
+    codes, error = run_client(code, tmp_path / "teacher", environment=hub.environment(tmp_path / "home"))
+    assert codes == [1, 0, 0, 2], error
+    assert "the upload did not finish" in error
+    assert "after a training: raptor-hf push" in error
+    assert "--push_to_hub needs a token" in error
+    assert not (tmp_path / "teacher-none").exists()
+    assert sorted(hub.repos) == ["alice/away", "alice/small"]
+    repo = hub.repos["alice/small"]
+    files = repo.trees[repo.refs["main"]]
+    assert repo.private
+    assert {"model.safetensors", "README.md", "preprocessor_config.json", "results.json"} <= set(files)
+    assert not any("checkpoint" in name or name.endswith((".pt", ".bin")) for name in files)
+    assert not any(b"hf_alice" in hub.blobs[oid] for oid in files.values())
+
+
 def test_a_card_edited_on_the_hub_is_kept(hub, saved, tmp_path):
     """Pushed, edited here and pushed twice; edited on the Hub, pushed with other weights: the edit is there, weights
     are new, what was exported before is gone; then overwritten.

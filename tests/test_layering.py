@@ -51,6 +51,7 @@ RANKS = (
     "complexity",
     "studies",
     "runs",
+    "assembly",
     "research_import",
     "export",
     "quickstart",

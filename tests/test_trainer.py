@@ -152,13 +152,13 @@ def test_muon_is_refused_where_parameters_are_sharded(make_trainer):
 
 
 def test_steps_are_shared_between_the_stages(make_trainer):
-    stages = make_trainer(max_steps=10, blocks_share=0.3)._stage_arguments()
+    stages = make_trainer(max_steps=10, blocks_share=0.3).args.stage_arguments()
     assert {stage: args.max_steps for stage, args in stages.items()} == {"blocks": 3, "end_to_end": 7}
-    assert list(make_trainer(blocks_share=0.0)._stage_arguments()) == ["end_to_end"]
+    assert list(make_trainer(blocks_share=0.0).args.stage_arguments()) == ["end_to_end"]
     for steps, share in ((2, 0.1), (2, 0.9), (3, 0.01)):
-        stages = make_trainer(max_steps=steps, blocks_share=share)._stage_arguments()
+        stages = make_trainer(max_steps=steps, blocks_share=share).args.stage_arguments()
         assert sum(args.max_steps for args in stages.values()) == steps
-    by_epoch = make_trainer(max_steps=-1, num_train_epochs=4.0, blocks_share=0.25)._stage_arguments()
+    by_epoch = make_trainer(max_steps=-1, num_train_epochs=4.0, blocks_share=0.25).args.stage_arguments()
     assert {stage: args.num_train_epochs for stage, args in by_epoch.items()} == {"blocks": 1.0, "end_to_end": 3.0}
 
 

@@ -5,7 +5,9 @@ A preset has two halves. The training half is [`DistillationArguments`]: a field
 wins. The model half (`MODEL_PRESETS`) are keyword arguments of [`RaptorModel.from_teacher`].
 """
 
+import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -212,6 +214,28 @@ class DistillationArguments(TrainingArguments):
             input_noise_std=self.input_noise_std,
             direction_weight=self.direction_weight or 0.0,
         )
+
+    def stage_arguments(self) -> dict[str, "DistillationArguments"]:
+        """Arguments of the runs that `stage="both"` consists of, by stage: each in its sub-folder of `output_dir`, with
+        its share of the steps or epochs, at least one step each. A stage whose share is 0 is left out.
+        """
+        shares = {"blocks": self.blocks_share or 0.0, "end_to_end": 1.0 - (self.blocks_share or 0.0)}
+        stages = {}
+        for stage in STAGES:
+            if shares[stage] == 0:
+                continue
+            args = copy.copy(self)
+            args.stage = stage  # type: ignore[assignment]
+            args.output_dir = str(Path(str(self.output_dir)) / stage)
+            args.push_to_hub = False
+            if args.max_steps > 0:
+                done = round(args.max_steps * shares["blocks"])
+                if 0 < shares["blocks"] < 1:  # both stages run: at least one step each, together no more than asked
+                    done = min(max(1, done), max(1, args.max_steps - 1))
+                args.max_steps = max(1, done if stage == "blocks" else args.max_steps - done)
+            args.num_train_epochs = (args.num_train_epochs or 0.0) * shares[stage]
+            stages[stage] = args
+        return stages
 
     def teacher_forcing_weight(self, stage: str, step: int, max_steps: int) -> float:
         """Lambda of the hybrid loss at `step` of `max_steps`: from `teacher_forcing_start` linearly to 0 over the first

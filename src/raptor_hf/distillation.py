@@ -218,12 +218,16 @@ class RaptorForDistillation(RaptorPreTrainedModel):
             return self.raptor.apply_block
         if noise_seed is None:
             raise ValueError(f"input_noise_std={std} needs a noise_seed for every training step.")
-        generator = torch.Generator(self.device).manual_seed(noise_seed)
+        # One generator per block, so that a block trained apart is disturbed as it is among others.
+        generators = [
+            torch.Generator(self.device).manual_seed(noise_seed ^ (block << 40))
+            for block in range(self.config.num_blocks)
+        ]
 
         def step(block: int, hidden_states: torch.Tensor, depth: int | torch.Tensor) -> torch.Tensor:
             """One application of a block to a disturbed input."""
             noise = torch.randn(
-                hidden_states.shape, generator=generator, device=hidden_states.device, dtype=hidden_states.dtype
+                hidden_states.shape, generator=generators[block], device=hidden_states.device, dtype=hidden_states.dtype
             )
             return self.raptor.apply_block(block, hidden_states + std * noise, depth)
 

@@ -26,7 +26,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
@@ -110,6 +110,7 @@ def model_record(
     student: Mapping[str, Any] | None = None,
     fidelity: Any = None,
     seconds: float | None = None,
+    blocks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """What results say of a distilled Raptor.
 
@@ -121,6 +122,7 @@ def model_record(
         student: how it was made from the teacher.
         fidelity: [`Fidelity`] on held-out images, if it was measured.
         seconds: of wall clock.
+        blocks: numbers of the blocks that were trained, if not all.
     """
     arguments = {field: getattr(args, field) for field in RECORDED_ARGUMENTS}
     record = {
@@ -141,6 +143,8 @@ def model_record(
             "history": history,
         },
     }
+    if blocks is not None:
+        record["trained_blocks"] = list(blocks)
     if fidelity is not None:
         record["fidelity"] = fidelity.to_dict()
     return record

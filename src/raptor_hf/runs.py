@@ -4,7 +4,7 @@ The quickstart and the commands share these steps, so that what the one shows is
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ def distill(
     *,
     name: str,
     student: Mapping[str, Any] | None = None,
+    start: RaptorModel | None = None,
+    blocks: Sequence[int] | None = None,
 ) -> tuple[RaptorModel, dict[str, Any]]:
     """Distils one Raptor into `args.output_dir`, going on with what an interrupted run left there.
 
@@ -77,6 +79,8 @@ def distill(
         train, evaluation: processed images; fidelity is measured on the second, if there is one.
         name: of the Raptor in reports.
         student: arguments of [`RaptorModel.from_teacher`] beside those of the preset.
+        start: a Raptor to go on from, instead of one made from the teacher.
+        blocks: blocks that learn in stage 1; all by default.
 
     Returns:
         the student, saved in `output_dir/model` with its image processor, and its record.
@@ -84,12 +88,14 @@ def distill(
     Raises:
         ValueError: as the trainer does.
     """
-    start = time.monotonic()
+    begin = time.monotonic()
     set_seed(args.seed)
     chosen = {key: value for key, value in (student or {}).items() if value is not None}
-    model = RaptorModel.from_teacher(teacher, phases, **{**MODEL_PRESETS[args.preset], **chosen})
+    chosen = {**MODEL_PRESETS[args.preset], **chosen}
+    model = RaptorModel.from_teacher(teacher, phases, **chosen) if start is None else start
+    processor = train.processor or teacher.image_processor
     trainer = RaptorDistillationTrainer(
-        model, teacher, args, train, evaluation, processing_class=train.processor or teacher.image_processor
+        model, teacher, args, train, evaluation, processing_class=processor, blocks=blocks
     )
     result = trainer.train(resume_from_checkpoint=True)
     if evaluation is not None:
@@ -97,6 +103,6 @@ def distill(
     trainer.save_model(str(Path(str(args.output_dir)) / MODEL_FOLDER))
     record = model_record(
         model, args, name=name, path=MODEL_FOLDER, steps=result.global_step, history=trainer.history,
-        student={**MODEL_PRESETS[args.preset], **chosen}, fidelity=trainer.fidelity, seconds=time.monotonic() - start,
+        student=chosen, fidelity=trainer.fidelity, seconds=time.monotonic() - begin, blocks=blocks,
     )  # fmt: skip
     return model, record

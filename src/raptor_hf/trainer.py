@@ -20,7 +20,7 @@ from transformers.utils import logging
 from .arguments import DistillationArguments
 from .checkpoints import last_complete_checkpoint
 from .data import ImageDataset, PixelDataset, collate_pixels
-from .distillation import STAGES, RaptorForDistillation
+from .distillation import RaptorForDistillation
 from .evaluation import FidelityTrainer
 from .losses import layer_variances
 from .modeling_raptor import RaptorModel
@@ -156,7 +156,7 @@ class RaptorDistillationTrainer(FidelityTrainer):
         steps, losses, metrics = 0, [], {}
         self.history = []
         self._set_loss_scale(keep=resume)
-        for stage, args in self._stage_arguments().items():
+        for stage, args in self.args.stage_arguments().items():
             trainer = type(self)(
                 self.raptor, self.teacher, args, self.train_dataset, self.eval_dataset, self.processing_class,
                 data_collator=self.data_collator, callbacks=copy.copy(self.callbacks),
@@ -177,25 +177,6 @@ class RaptorDistillationTrainer(FidelityTrainer):
             metrics.update({f"{stage}_loss": record["loss"], f"{stage}_steps": record["steps"]})
         self.state.log_history, self.state.global_step = self.history, steps
         return TrainOutput(steps, losses[-1], metrics)
-
-    def _stage_arguments(self) -> dict[str, DistillationArguments]:
-        shares = {"blocks": self.args.blocks_share, "end_to_end": 1.0 - self.args.blocks_share}
-        stages = {}
-        for stage in STAGES:
-            if shares[stage] == 0:
-                continue
-            args = copy.copy(self.args)
-            args.stage = stage
-            args.output_dir = str(Path(self.args.output_dir) / stage)
-            args.push_to_hub = False
-            if args.max_steps > 0:
-                done = round(args.max_steps * shares["blocks"])
-                if 0 < shares["blocks"] < 1:  # both stages run: at least one step each, together no more than asked
-                    done = min(max(1, done), max(1, args.max_steps - 1))
-                args.max_steps = max(1, done if stage == "blocks" else args.max_steps - done)
-            args.num_train_epochs = args.num_train_epochs * shares[stage]
-            stages[stage] = args
-        return stages
 
     def _finish(self, record: dict[str, Any]) -> None:
         """Leaves what a finished stage is known by: its model, then the record of it."""

@@ -22,6 +22,7 @@ COMMANDS = {
     "quickstart": "train a small teacher on digits, find its phases, distil Raptors, probe them, write a report",
     "phases": "find the phases of a teacher: layer similarity in, block schedule out",
     "distill": "train a Raptor, a few weight-tied blocks, to reproduce a teacher's hidden states",
+    "assemble": "join blocks that were trained apart, one run each, into one Raptor",
     "probe": "measure a frozen backbone on classification, segmentation or depth",
     "report": "collect the results of runs in results.json, figures and report.html",
     "import-research": "turn a checkpoint of the paper's code into a folder for the Hub",

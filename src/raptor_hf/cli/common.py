@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import httpx
 
 from ..cards import load_config
 from ..data import ImageDataset, PixelDataset, load_images
+from ..hub import push_folder
 from ..results import RESULTS_FILE
 from ..teachers import Teacher
-from .console import note, status
+from .console import note, status, warn
 from .values import UsageError
 
 
@@ -117,3 +119,23 @@ def check_finished(output_dir: Path, overwrite: bool) -> None:
     """
     if (output_dir / RESULTS_FILE).is_file() and not overwrite:
         raise UsageError(f"{output_dir} holds a finished run; give --overwrite to replace it, or another --output_dir.")
+
+
+def push_and_report(folder: str | Path, repo_id: str, **options: Any) -> int:
+    """Uploads a saved Raptor, as [`~raptor_hf.hub.push_folder`]; exit code 0, or 1 if the Hub could not be reached.
+
+    Raises:
+        ValueError: as `push_folder`.
+    """
+    try:
+        with status(f"uploading {folder} to {repo_id}"):
+            commit = push_folder(folder, repo_id, **options)
+    except (httpx.HTTPError, ConnectionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        warn(
+            f"the upload did not finish ({reason}); {folder} is unchanged, run the same command again, or after a "
+            f"training: raptor-hf push {folder} {repo_id}"
+        )
+        return 1
+    note(commit.pr_url or commit.commit_url)
+    return 0

@@ -1,15 +1,20 @@
 """`raptor-hf distill TEACHER`: a teacher and images become a Raptor, saved and measured."""
 
+import copy
 import shlex
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import PartialState
+from huggingface_hub import get_token
 
 from ..arguments import DistillationArguments
-from ..cards import own_results, write_card
+from ..cards import load_config, own_results, write_card
 from ..data import ImageDataset, PixelDataset
+from ..modeling_raptor import RaptorModel
 from ..phases import Phases
 from ..report import write_report
 from ..results import (
@@ -23,10 +28,20 @@ from ..results import (
 )
 from ..runs import MODEL_FOLDER, PHASES_FILE, discover_phases, distill
 from ..teachers import Teacher, public_name
-from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, to_pixels
+from .common import (
+    ImageArguments,
+    TeacherArguments,
+    check_finished,
+    load_split,
+    load_teacher,
+    push_and_report,
+    to_pixels,
+)
 from .console import is_main_process, note, status, table
 from .parsing import parse, require_world_size
 from .values import UsageError
+
+STUDENT_OPTIONS = ("init", "mlp_type", "intermediate_size", "depth_scale_init", "adapter_rank")
 
 
 @dataclass
@@ -49,12 +64,18 @@ class StudentArguments:
     adapter_rank: int | None = field(
         default=None, metadata={"help": "Rank of the adapters of every application; none by default."}
     )
+    blocks: list[int] | None = field(
+        default=None, metadata={"help": "Train these blocks alone, stage 1 only; `raptor-hf assemble` joins the runs."}
+    )
+    student: str | None = field(
+        default=None, metadata={"help": "Folder of a Raptor to go on from in stage 2, as `assemble` leaves it."}
+    )
     name: str | None = field(default=None, metadata={"help": "Name in the report; default raptor-k and the blocks."})
     overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; exit code 0.
+    """Runs the command; exit code 0, or 1 if the Raptor is saved but could not be pushed.
 
     Raises:
         ValueError: for wrong input.
@@ -68,7 +89,9 @@ def main(argv: list[str]) -> int:
     )
     processes = PartialState(cpu=args.use_cpu)
     require_world_size(processes.num_processes, "distill")
-    output_dir = Path(args.output_dir)
+    args, push = _without_push(args)
+    args = _of_stage(student, args)
+    output_dir = Path(str(args.output_dir))
     check_finished(output_dir, student.overwrite)
     if student.overwrite and is_main_process():
         shutil.rmtree(output_dir, ignore_errors=True)
@@ -77,17 +100,20 @@ def main(argv: list[str]) -> int:
     train_images = load_split(images, images.train_split, args.seed)
     train = to_pixels(train_images, teacher.image_processor, images.image_size)
     evaluation = None
-    if images.eval_split is not None:
+    if images.eval_split is not None and student.blocks is None:  # one block alone is no student to measure
         evaluation = to_pixels(
             load_split(images, images.eval_split, args.seed), teacher.image_processor, images.image_size
         )
-    phases, record = _phases(student, teacher, train, train_images, args, output_dir)
+    start = _started(student)
+    record = None
+    if start is None:
+        phases, record = _phases(student, teacher, train, train_images, args, output_dir)
+    else:
+        phases = Phases.from_schedule(start.config.block_schedule or ())
     note(f"phases: {phases}")
-    names = ("init", "mlp_type", "intermediate_size", "depth_scale_init", "adapter_rank")
-    fields = {key: getattr(student, key) for key in names}
     _, entry = distill(
-        teacher, phases, args, train, evaluation,
-        name=student.name or f"raptor-k{phases.num_blocks}", student={**fields, "depth_scale": student.depth_scale},
+        teacher, phases, args, train, evaluation, name=student.name or f"raptor-k{phases.num_blocks}",
+        student={"depth_scale": student.depth_scale, **_options(student)}, start=start, blocks=student.blocks,
     )  # fmt: skip
     if not is_main_process():
         return 0
@@ -96,13 +122,65 @@ def main(argv: list[str]) -> int:
     results |= {"teacher": teacher_record(teacher), "dataset": dataset_record(train, evaluation), "models": [entry]}
     if record is not None:
         results["phases"] = record
-    write_json(output_dir / RESULTS_FILE, results)
-    write_report(output_dir, results)
-    write_card(output_dir / MODEL_FOLDER, own_results(results, entry))
+    _write(output_dir, results, entry)
     header, rows = summary_rows(results)
     table(header, rows, title=title)
     note(f"model: {output_dir / MODEL_FOLDER}   report: {output_dir / 'report.html'}")
-    return 0
+    return 0 if push is None else push_and_report(output_dir / MODEL_FOLDER, **push)
+
+
+def _write(output_dir: Path, results: dict[str, Any], entry: dict[str, Any]) -> None:
+    """Report and card first: a run is finished when its results are there."""
+    write_report(output_dir, results)
+    write_card(output_dir / MODEL_FOLDER, own_results(results, entry))
+    write_json(output_dir / RESULTS_FILE, results)
+
+
+def _without_push(args: DistillationArguments) -> tuple[DistillationArguments, dict[str, Any] | None]:
+    """Arguments of a training that pushes nothing itself, and those of the push that follows it, if one is asked for.
+
+    Raises:
+        UsageError: if there is no token: better now than after the training.
+    """
+    if not args.push_to_hub:
+        return args, None
+    token = args.hub_token or get_token()
+    if token is None:
+        raise UsageError("--push_to_hub needs a token for the Hub; run `hf auth login` or set HF_TOKEN.")
+    repo_id = args.hub_model_id or Path(str(args.output_dir)).resolve().name
+    push = {"repo_id": repo_id, "private": args.hub_private_repo, "revision": args.hub_revision, "token": token}
+    args = copy.copy(args)
+    args.push_to_hub = False
+    return args, push
+
+
+def _of_stage(student: StudentArguments, args: DistillationArguments) -> DistillationArguments:
+    """Arguments of the one stage that blocks trained apart, or a Raptor that is gone on with, have left to run."""
+    stage = "blocks" if student.blocks is not None else "end_to_end" if student.student is not None else args.stage
+    if stage == args.stage or (student.student is not None and args.stage == "blocks"):
+        return args
+    own = args.stage_arguments().get(stage) if args.stage == "both" else None
+    if own is None:
+        raise UsageError(f"--blocks trains in stage 1, but stage={args.stage}, blocks_share={args.blocks_share}.")
+    own.output_dir = args.output_dir
+    return own
+
+
+def _started(student: StudentArguments) -> RaptorModel | None:
+    """The Raptor that `--student` names, in float32."""
+    if student.student is None:
+        return None
+    given = [
+        name for name in ("num_blocks", "repeats", "phases", *STUDENT_OPTIONS) if getattr(student, name) is not None
+    ]
+    if given:
+        raise UsageError(f"--student and --{given[0]} exclude each other; the Raptor has its blocks already.")
+    load_config(student.student)
+    return RaptorModel.from_pretrained(student.student, dtype=torch.float32)
+
+
+def _options(student: StudentArguments) -> dict[str, Any]:
+    return {name: getattr(student, name) for name in STUDENT_OPTIONS}
 
 
 def _phases(

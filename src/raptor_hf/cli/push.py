@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from huggingface_hub.utils import httpx
-
-from ..hub import push_folder
-from .console import note, status, warn
+from .common import push_and_report
 from .parsing import parse
 from .values import UsageError
 
@@ -35,16 +32,7 @@ def main(argv: list[str]) -> int:
     (args,) = parse("push", [PushArguments], argv, ["folder", "repo_id"], description=__doc__)
     if args.folder is None or args.repo_id is None:
         raise UsageError("give a folder and a repository: raptor-hf push runs/k3/model org/raptor-dinov2-b-k3.")
-    try:
-        with status(f"uploading {args.folder} to {args.repo_id}"):
-            commit = push_folder(
-                args.folder, args.repo_id, private=args.private or None, revision=args.revision,
-                create_pr=args.create_pr, commit_message=args.commit_message, license=args.license,
-                overwrite_card=args.overwrite_card,
-            )  # fmt: skip
-    except (httpx.HTTPError, ConnectionError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        warn(f"the upload did not finish ({reason}); {args.folder} is unchanged, run the same command again")
-        return 1
-    note(commit.pr_url or commit.commit_url)
-    return 0
+    return push_and_report(
+        args.folder, args.repo_id, private=args.private or None, revision=args.revision, create_pr=args.create_pr,
+        commit_message=args.commit_message, license=args.license, overwrite_card=args.overwrite_card,
+    )  # fmt: skip
