@@ -25,7 +25,7 @@ quickstart: $(STAMP) ## digits, offline: teacher, phases, Raptors, probe, report
 test: $(STAMP) ## the test suite, without the slow tests and without network
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-slow: $(STAMP) ## the slow tests only
+test-slow: $(STAMP) ## the slow tests only: runs killed ten times
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
 
 check: $(STAMP) ## lint, formatting, types, layering, README tree

@@ -206,6 +206,36 @@ def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_p
     assert results(tmp_path / "b")["probe"]["results"]["teacher"]["num_skipped"] == 1
 
 
+def test_a_damaged_image_met_in_training_is_one_line_and_the_run_goes_on(teacher, photos, tmp_path, capsys):
+    damaged = photos / "train" / "red" / "0.png"
+    content = damaged.read_bytes()
+    argv = ["distill", str(teacher), "--dataset", str(photos), "--repeats", "2", "2", "--max-steps", "6",
+            "--save-steps", "1", "--loss-scale", "none", "--per-device-train-batch-size", "4", "--use-cpu"]  # fmt: skip
+    argv += ["--dataloader-num-workers", "1"]
+    assert main([*argv, "--output-dir", str(tmp_path / "straight")]) == 0
+    damaged.write_bytes(b"not an image")
+    capsys.readouterr()
+    assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("raptor-hf distill: error: image ")
+    assert "0.png" in error
+    assert "on_error='skip'" in error
+    damaged.write_bytes(content)
+    assert main([*argv, "--output-dir", str(tmp_path / "run")]) == 0
+    one, other = (tmp_path / name / "model" / "model.safetensors" for name in ("straight", "run"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_loss_that_is_no_number_is_one_line_and_exit_code_1(teacher, photos, tmp_path, capsys):
+    argv = ["distill", str(teacher), "--dataset", str(photos), "--repeats", "2", "2", "--max-steps", "20", "--use-cpu",
+            "--block-optimizer", "adamw", "--per-device-train-batch-size", "4", "--learning-rate", "1e30",
+            "--max-grad-norm", "0", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert "raptor-hf distill: error: the loss or a weight is not a finite number any more" in error
+    assert "Traceback" not in error
+
+
 def test_report_joins_runs(distilled, tmp_path, capsys):
     assert (distilled / "model" / "results.json").is_file()  # the model's own excerpt is not another run
     assert main(["report", str(distilled), "--output-dir", str(tmp_path / "page")]) == 0

@@ -137,12 +137,21 @@ class RaptorDistillationTrainer(FidelityTrainer):
             result = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
         finally:
             self._sigterm.release()
+            self._close_progress()
         if self._sigterm.received:
             logger.warning(f"Stopped by SIGTERM after step {self.state.global_step}, which is saved.")
             raise SystemExit(SIGTERM_EXIT)
         self._stop_if_broken(list(self.raptor.blocks.parameters()))
         self.history = [{"stage": self.stage, **entry} for entry in self.state.log_history]
         return result
+
+    def _close_progress(self) -> None:
+        """Ends the line of a progress bar that an error left open: the message then has a line to itself."""
+        for callback in self.callback_handler.callbacks:
+            for name in ("training_bar", "prediction_bar"):
+                bar = getattr(callback, name, None)
+                if bar is not None and hasattr(bar, "close"):
+                    bar.close()
 
     def _last_checkpoint(self) -> str | None:
         """Newest complete checkpoint; the main process alone deletes half-written ones."""
