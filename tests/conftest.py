@@ -134,6 +134,7 @@ def make_trainer(teacher, images, tmp_path):
             "loss_scale_images": 8,
             "blocks_share": 0.5,
             "max_grad_norm": 0.0,
+            "bf16": False,
             **options,
         }
         args = DistillationArguments(

@@ -1,6 +1,9 @@
 """Presets: the two columns of the paper's table as literals, and that a user's value always wins."""
 
+import functools
+
 import pytest
+import torch
 
 from raptor_hf.arguments import MODEL_PRESETS, DistillationArguments
 
@@ -144,3 +147,17 @@ def test_defaults_that_distillation_needs():
 def test_wrong_values_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("feature", ["amx_bf16", "avx512_bf16", None])
+def test_bfloat16_is_the_default_where_the_processor_has_it(feature, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True}, raising=False)
+    make = functools.partial(DistillationArguments, output_dir=str(tmp_path), report_to="none")
+    assert make(use_cpu=True).bf16 is (feature is not None)
+    assert make().bf16 is (feature is not None)
+    assert make().use_cpu
+    assert make(bf16=False).bf16 is False
+    assert make(bf16=True).bf16 is True
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert make().bf16 is False

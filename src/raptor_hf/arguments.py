@@ -6,10 +6,12 @@ wins. The model half (`MODEL_PRESETS`) are keyword arguments of [`RaptorModel.fr
 """
 
 import copy
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import TrainingArguments
 
 from .distillation import END_TO_END_WEIGHTS, LAST_BLOCK_WEIGHTS, OBJECTIVES, STAGES, DistillationObjective
@@ -148,6 +150,10 @@ class DistillationArguments(TrainingArguments):
     )
     save_steps: float = field(default=0.1, metadata={"help": "Steps between checkpoints; below 1 a share of a stage."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints that are kept."})
+    bf16: bool | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Autocast to bfloat16, weights stay float32; default where the hardware computes in it."},
+    )
     label_names: list[str] | None = field(default=None, metadata={"help": "Columns of labels; distillation has none."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Whether to drop columns; leave it off."})
     dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether to drop a last, smaller batch."})
@@ -169,6 +175,10 @@ class DistillationArguments(TrainingArguments):
         if self.label_names is None:
             self.label_names = []
         self._check()
+        if not torch.accelerator.is_available() and os.environ.get("WORLD_SIZE", "1") == "1":
+            self.use_cpu = True  # as it is; said, because bfloat16 is refused without it
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and _has_bf16(self.use_cpu)
         super().__post_init__()
         if (self.activation_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError(
@@ -245,6 +255,14 @@ class DistillationArguments(TrainingArguments):
         if stage != "blocks" or step >= last:
             return 0.0
         return (self.teacher_forcing_start or 0.0) * (1 - step / last)
+
+
+def _has_bf16(use_cpu: bool) -> bool:
+    """Whether matrix products in bfloat16 are computed as such, and not emulated."""
+    if not use_cpu and torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # of recent versions
+    return use_cpu and bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
 def _token_weights(name: str, values: list[float] | None) -> dict[str, float]:

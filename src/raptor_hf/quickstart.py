@@ -232,6 +232,7 @@ def _raptor(
     options = DistillationArguments(
         output_dir=str(folder), max_steps=args.distill_steps, per_device_train_batch_size=args.batch_size,
         learning_rate=args.learning_rate, seed=seed, report_to="none", per_device_eval_batch_size=128, use_cpu=True,
+        bf16=False,  # the same numbers on every machine
     )  # fmt: skip
     model, record = distill(teacher, phases, options, train, test, name=name)
     write_json(folder / RECORD_FILE, record)
