@@ -215,8 +215,8 @@ class RaptorBlock(GradientCheckpointingLayer):
     """One weight-tied block: a pre-LayerNorm ViT layer with LayerScale and depth scales (arXiv 2512.19941, App. A).
 
     `x = x + s_attn * LS1(attn(LN1(x)))`, `x = x + s_mlp * LS2(mlp(LN2(x)))`, `out = s_out * x`: the last scale acts
-    on the whole stream. Scales are computed and multiplied in float32 (float64 in a float64 model) and the product is
-    cast, since a scale of 1.0039 is 1 in bfloat16.
+    on the whole stream. Scales are computed in float32 (float64 in a float64 model). In a bfloat16 model a branch's
+    scale is rounded as its LayerScale is, and of the stream's scale its difference from 1, since 1.0039 would be 1.
 
     Args:
         config: sizes and schedule.
@@ -245,7 +245,6 @@ class RaptorBlock(GradientCheckpointingLayer):
             hidden_states: `(batch_size, seq_length, hidden_size)`.
             depth: layer number, float32 (float64 in a float64 model), `()` or, for teacher forcing, `(batch_size,)`.
         """
-        dtype = hidden_states.dtype
         scale1, scale2 = self.layer_scale1.scale, self.layer_scale2.scale
         scale_out = None
         if self.depth_scale is not None:
@@ -253,11 +252,9 @@ class RaptorBlock(GradientCheckpointingLayer):
             scale1, scale2 = scale1 * scale_attention, scale2 * scale_mlp  # one product with the branch instead of two
         application = self.application(depth)
         branch, _ = self.attention(self.norm1(hidden_states), application, **kwargs)
-        hidden_states = (hidden_states + branch * scale1).to(dtype)
-        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states), application) * scale2
-        if scale_out is not None:
-            hidden_states = hidden_states * scale_out
-        return hidden_states.to(dtype)
+        hidden_states = _add_scaled(hidden_states, branch, scale1)
+        hidden_states = _add_scaled(hidden_states, self.mlp(self.norm2(hidden_states), application), scale2)
+        return hidden_states if scale_out is None else _scaled(hidden_states, scale_out)
 
     def application(self, depth: torch.Tensor) -> torch.Tensor | None:
         """Which of its own applications the block makes at `depth`, `()` or `(batch_size,)`: int64, counted from 0, of
@@ -267,6 +264,20 @@ class RaptorBlock(GradientCheckpointingLayer):
             return None
         layers = torch.tensor(self.layers, dtype=depth.dtype, device=depth.device)
         return (depth.reshape(-1, 1) - layers).abs().argmin(dim=-1)
+
+
+def _add_scaled(state: torch.Tensor, branch: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`state + branch * scale` in the dtype of `state`, in one pass where both have it; else (autocast) in float32."""
+    if branch.dtype == state.dtype:
+        return torch.addcmul(state, branch, scale.to(state.dtype))
+    return (state + branch * scale).to(state.dtype)
+
+
+def _scaled(state: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`state * scale` in the dtype of `state`; not the scale is rounded to it, but its difference from 1."""
+    if scale.dtype == state.dtype:
+        return state * scale
+    return torch.addcmul(state, state, (scale - 1).to(state.dtype))
 
 
 __all__ = ["RaptorBlock", "RaptorEmbeddings"]

@@ -9,6 +9,7 @@ and dropped; weights are then bit-equal to those of a run that was not interrupt
 jumps to the row instead, but what was in the shuffle buffer is lost: that is faster, and not equal.
 """
 
+import glob
 import itertools
 import logging
 import os
@@ -24,9 +25,18 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .data import (
-    _READ_ERRORS, HELD_OUT, IMAGE_COLUMNS, LABEL_COLUMNS, SPLIT_NAMES, ImageDataset, PixelDataset, _choose_split,
-    _decode, _find_columns, load_images,
-)  # fmt: skip
+    _READ_ERRORS,
+    HELD_OUT,
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    SPLIT_NAMES,
+    ImageDataset,
+    PixelDataset,
+    _choose_split,
+    _decode,
+    _find_columns,
+    load_images,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +44,7 @@ _MAX_WORKERS = 1024  # one counter each: workers cannot add to a shared one with
 _FOLDER_SHARDS = 64  # parts of a folder of images that workers divide among themselves
 _ORIGIN = ("__url__", "__key__")  # which tar and which sample of it, in WebDataset rows
 _STATE = {"epoch", "pass", "row", "seed", "shuffle_buffer", "dataset"}
+_WORKERS_KEEP_STATE = "workers keep it to themselves: use --dataloader_num_workers 0, or resume by replay."
 
 
 def _worker() -> tuple[int, int]:
@@ -107,7 +118,7 @@ class ImageStream(IterableDataset):
         try:
             if value is None:
                 raise ValueError("it has no image")
-            item = {"image": _decode(value)}
+            item: dict[str, Any] = {"image": _decode(value)}
             if self._label is not None:
                 if row[self._label] is None:
                     raise ValueError("it has no label")
@@ -153,7 +164,7 @@ class ImageStream(IterableDataset):
 def _fetch(value: Any) -> Any:
     """Contents of a remote file (`hf://...`); not part of decoding, so that an outage is not taken for damage."""
     if isinstance(value, Mapping) and value.get("bytes") is None and "://" in str(value.get("path")):
-        import fsspec
+        import fsspec  # type: ignore[import-untyped]
 
         with fsspec.open(value["path"], "rb") as file:
             return file.read()
@@ -197,7 +208,7 @@ def load_stream(
 def _open_named(source: Any, split: str, revision: str | None) -> tuple[Any, str]:
     folder = Path(source).expanduser()
     if folder.is_dir():
-        shards = sorted(folder.rglob("*.tar"))
+        shards = sorted(path for path in folder.rglob("*.tar") if not path.name.startswith("."))  # ._x.tar of macOS
         name = folder.resolve().name
         return (_open_shards(folder, shards, split) if shards else _open_images(folder, split)), name
     is_id = isinstance(source, str) and not source.startswith((".", "/", "~")) and len(folder.parts) <= 2
@@ -221,8 +232,9 @@ def _open_shards(folder: Path, shards: list[Path], split: str) -> Any:
         words = re.findall("[a-z]+", shard.relative_to(folder).as_posix().lower())
         by_split.setdefault(next((word for word in words if word in known), "train"), []).append(str(shard))
     files = by_split[_choose_split(by_split, split, folder.resolve().name)]
+    patterns = {"train": [glob.escape(file) for file in files]}  # else brackets in a name are taken for a choice
     try:
-        return datasets.load_dataset("webdataset", data_files={"train": files}, split="train", streaming=True)
+        return datasets.load_dataset("webdataset", data_files=patterns, split="train", streaming=True)
     except (OSError, ValueError, LookupError) as error:
         why = f"do not open as WebDataset ({' '.join(str(error).split())[:300]})"
         raise ValueError(f"the shards {files[0]} ... {why}; each sample needs the same files, as 0001.jpg.") from error
@@ -254,7 +266,7 @@ def _stream_columns(dataset: Any, asked: tuple[Any, Any], name: str) -> tuple[st
     import datasets
 
     features = dataset.features or {}
-    first = {} if features else next(iter(dataset), {})
+    first: dict[str, Any] = {} if features else next(iter(dataset), {})
     found = list(features or first)
     if not found:
         raise ValueError(f"stream {name!r} holds no image; check its split or filter.")
@@ -264,8 +276,9 @@ def _stream_columns(dataset: Any, asked: tuple[Any, Any], name: str) -> tuple[st
     if label is None and "cls" in found and not set(LABEL_COLUMNS) & set(found):
         label = "cls"
     image, label = _find_columns(found, (image, label))
-    kind = getattr(features.get(label), "dtype", type(first.get(label)).__name__)  # int64 of a ClassLabel, too
-    if label is not None and "int" not in str(kind):
+    feature = features.get(label, type(first.get(label)).__name__)
+    kind = str(getattr(feature, "dtype", feature))  # int64 for a ClassLabel too
+    if label is not None and not re.fullmatch(r"u?int\d*", kind):
         if asked[1] is not None:
             raise ValueError(f"label_column={label!r} of {name!r} holds {kind}; a stream's labels must be integers.")
         logger.warning("Column %r of %r holds no integers: no labels are taken from it.", label, name)
@@ -288,7 +301,7 @@ def _undecoded(dataset: Any, image: str, label: str | None) -> Any:
 
 
 class _AtHand(ImageDataset):
-    """The item at hand, under every index: by it [`PixelDataset`] processes a stream, keyed by the index it is given."""
+    """The item at hand, under every index: with it a [`PixelDataset`] processes what comes, keyed by the index."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -397,8 +410,8 @@ class PixelStream(IterableDataset):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Iterations of the state's epoch start after the last image it counts; fast, but not bit-equal.
 
-        Rows that were in the shuffle buffer then are lost for that pass, at most `shuffle_buffer` of them; without a
-        buffer nothing is lost.
+        Rows that were in the shuffle buffer then are lost for that pass, at most `shuffle_buffer` of them; of sources
+        in Arrow or Parquet a few may come twice. Without a buffer no row is lost and none comes twice.
 
         Raises:
             ValueError: if `state` is not one of [`PixelStream.state_dict`], or of another seed or buffer.
@@ -413,6 +426,3 @@ class PixelStream(IterableDataset):
                 "is not bit-equal to one without interruption.", self.images.shuffle_buffer,
             )  # fmt: skip
         self._start = dict(state)
-
-
-_WORKERS_KEEP_STATE = "workers keep it to themselves: use --dataloader_num_workers 0, or resume by replay."
