@@ -112,7 +112,7 @@ def sample(parts: Sequence[Part], calls: int, device: torch.device) -> list[floa
 
 
 def interleave(
-    first: Sequence[Part], second: Sequence[Part], pairs: int, device: torch.device, min_seconds: float = 0.1
+    first: Sequence[Part], second: Sequence[Part], pairs: int, device: torch.device, min_seconds: float = 0.3
 ) -> list[tuple[list[float], list[float]]]:
     """Times two contenders in turn, `pairs` times.
 
@@ -171,7 +171,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--against", nargs="+", choices=AGAINST, default=list(AGAINST_DEFAULT), help="beside what")
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help=f"interleaved pairs, {MIN_PAIRS} or more")
-    parser.add_argument("--min-seconds", type=float, default=0.1, help="a sample lasts at least this long")
+    parser.add_argument("--min-seconds", type=float, default=0.3, help="a sample lasts at least this long")
     parser.add_argument("--quick", action="store_true", help="allow fewer pairs, to try a command")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads, PyTorch's choice by default")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to run")

@@ -1,6 +1,7 @@
 """The commands from the outside: real folders in, tables, files and exit codes out."""
 
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -204,6 +205,33 @@ def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_p
     assert "Traceback" not in error
     assert main([*argv, "--output-dir", str(tmp_path / "b"), "--on-error", "skip"]) == 0
     assert results(tmp_path / "b")["probe"]["results"]["teacher"]["num_skipped"] == 1
+
+
+def test_distill_from_shards_that_are_streamed(teacher, photos, tmp_path, capsys):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for split in ("train", "test"):
+        for part in range(2):
+            with tarfile.open(folder / f"{split}-{part}.tar", "w") as shard:
+                for number, path in enumerate(sorted((photos / split).rglob("*.png"))[part::2]):
+                    shard.add(path, f"{part}{number}.png")
+    argv = ["distill", str(teacher), "--dataset", str(folder), "--streaming", "--shuffle-buffer", "4", "--num-blocks",
+            "2", "--phase-images", "6", "--per-device-train-batch-size", "4", "--use-cpu", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    assert main(argv) == 2
+    assert "--max_steps" in capsys.readouterr().err
+    assert main([*argv, "--max-steps", "8"]) == 0
+    written = results(tmp_path / "run")
+    assert written["dataset"] == {"name": "shards", "num_train": None, "num_test": None, "num_skipped": 0}
+    assert written["phases"]["num_images"] == 6
+    assert written["models"][0]["fidelity"]["num_images"] == 6
+    assert written["models"][0]["training"]["steps"] == 8
+    assert "shards, a stream to train" in (tmp_path / "run" / "model" / "README.md").read_text()
+    fast = [*argv[:-1], str(tmp_path / "fast"), "--max-steps", "8", "--fast-resume", "--max-images", "4"]
+    assert main([*fast, "--dataloader-num-workers", "1"]) == 2
+    assert "fast_resume needs dataloader_num_workers=0" in capsys.readouterr().err
+    assert main([*fast, "--save-steps", "1"]) == 0
+    assert results(tmp_path / "fast")["models"][0]["fidelity"]["num_images"] == 4
+    assert (tmp_path / "fast" / "end_to_end" / "checkpoint-6" / "stream.json").is_file()
 
 
 def test_a_damaged_image_met_in_training_is_one_line_and_the_run_goes_on(teacher, photos, tmp_path, capsys):

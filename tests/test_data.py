@@ -463,7 +463,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize("source", [rows().to_iterable_dataset(), Stream(), iter([noise()])])
 def test_streams_say_what_to_do(source):
     with pytest.raises(
-        ValueError, match=r"has no length: streaming is not supported here; pass list\(dataset.take\(n\)\)"
+        ValueError, match=r"has no length: pass list\(dataset.take\(n\)\), or stream it with load_stream"
     ):
         load_images(source)
 

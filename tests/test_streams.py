@@ -4,7 +4,9 @@ import io
 import itertools
 import json
 import logging
+import shutil
 import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from raptor_hf.data import PixelDataset, dinov2_processor, load_images
-from raptor_hf.streams import PixelStream, load_stream
+from raptor_hf.streams import ImageStream, PixelStream, load_stream
 
 PROCESSOR = dinov2_processor(28)
 
@@ -404,6 +406,42 @@ def test_a_resumed_training_is_bit_equal(make_trainer, tmp_path, per_shard, stop
     assert resumed.state.global_step == 4
     own, expected = resumed.raptor.state_dict(), straight.raptor.state_dict()
     assert [name for name in own if not torch.equal(own[name], expected[name])] == []
+
+
+def test_a_fast_resume_does_not_read_again_what_was_seen(make_trainer, shards, monkeypatch):
+    options = {"stage": "end_to_end", "fast_resume": True, "evaluation": None, "loss_scale": "none"}
+    make_trainer("run", train=stream(shards, buffer=0, repeat=True), callbacks=[StopAt(2)], **options).train()
+    read, items = [], ImageStream.items
+
+    def watched(self, rows, first=0):
+        for place, item in items(self, rows, first):
+            read.append(item["label"])
+            yield place, item
+
+    monkeypatch.setattr(ImageStream, "items", watched)
+    resumed = make_trainer("run", train=stream(shards, buffer=0, repeat=True), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    assert min(read) >= 8  # two batches of four were seen
+    read.clear()
+    options["fast_resume"] = False
+    shutil.rmtree(Path(resumed.args.output_dir) / "checkpoint-3")
+    shutil.rmtree(Path(resumed.args.output_dir) / "checkpoint-4")
+    make_trainer("run", train=stream(shards, buffer=0, repeat=True), **options).train(resume_from_checkpoint=True)
+    assert min(read) == 0  # a replay reads past them
+
+
+def test_an_endless_stream_is_no_evaluation_set(make_trainer, shards):
+    with pytest.raises(ValueError, match="never ends; make its PixelStream with repeat=False"):
+        make_trainer(evaluation=stream(shards, repeat=True))
+
+
+def test_streams_of_images_go_through_the_processor(make_trainer, shards):
+    trainer = make_trainer(train=load_stream(shards), evaluation=load_stream(shards))
+    assert trainer.train_dataset.repeat
+    assert trainer.train().global_step == 4
+    trainer.evaluate()
+    assert trainer.fidelity.num_images == 40
 
 
 def test_a_training_without_max_steps_names_the_flag(make_trainer, shards):

@@ -134,6 +134,14 @@ class DistillationArguments(TrainingArguments):
     )
     input_noise_std: float = field(default=0.0, metadata={"help": "Gaussian noise on a block's input in training."})
 
+    fast_resume: bool = field(
+        default=False,
+        metadata={
+            "help": "Go on in a stream from its saved state instead of reading past what was seen: not bit-equal, "
+            "images in the shuffle buffer are lost for that pass."
+        },
+    )
+
     learning_rate: float | None = field(default=None, metadata={"help": "Peak learning rate."})
     weight_decay: float | None = field(default=None, metadata={"help": "Decay of the blocks' matrices alone."})
     warmup_steps: float | None = field(default=None, metadata={"help": "Linear warm-up: steps, or a share below 1."})

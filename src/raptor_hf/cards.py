@@ -314,7 +314,8 @@ def _training_rows(results: Mapping[str, Any], entry: Mapping[str, Any]) -> list
     dataset, versions = results.get("dataset") or {}, results.get("environment") or {}
     rows: dict[str, Any] = {}
     if dataset.get("name"):
-        rows["images"] = f"{dataset['name']}, {dataset.get('num_train')} to train, {dataset.get('num_test')} to measure"
+        train, test = (_count(dataset.get(name)) for name in ("num_train", "num_test"))
+        rows["images"] = f"{dataset['name']}, {train} to train, {test} to measure"
     rows |= {key: value for key, value in training.items() if value is not None and key != "history"}
     rows["seed"] = entry.get("seeds")
     rows["versions"] = {key: value for key, value in versions.items() if value is not None}
@@ -335,3 +336,8 @@ def _limits(results: Mapping[str, Any], entry: Mapping[str, Any], teacher: str) 
         )
     limits.append(f"Embeddings and final norm are those of {teacher}, whose licence and limits apply too.")
     return limits
+
+
+def _count(number: int | None) -> str:
+    """A number of images; that of a stream is not known."""
+    return "a stream" if number is None else str(number)

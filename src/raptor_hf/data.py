@@ -261,7 +261,7 @@ def _from_object(source: Any, split: str | None, columns: tuple[Any, Any], name:
         source, split = source[_choose_split(source, split, name or type(source).__name__)], None
     name = name or getattr(getattr(source, "info", None), "dataset_name", None) or type(source).__name__
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise ValueError(f"{name!r} has no length: streaming is not supported here; pass list(dataset.take(n)).")
+        raise ValueError(f"{name!r} has no length: pass list(dataset.take(n)), or stream it with load_stream.")
     if split is not None and split != str(getattr(source, "split", None)):
         raise ValueError(f"split={split!r} cannot be taken from one dataset object; pass that split itself.")
     if len(source) == 0:

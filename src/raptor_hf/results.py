@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.trainer_utils import has_length
 
 from .data import PixelDataset
 from .phases import Phases
@@ -88,15 +89,21 @@ def teacher_record(teacher: Teacher) -> dict[str, Any]:
     }
 
 
-def dataset_record(train: PixelDataset, evaluation: PixelDataset | None) -> dict[str, Any]:
-    """What reports say of the images: name, numbers, and how many damaged ones were left out."""
+def dataset_record(train: Any, evaluation: Any) -> dict[str, Any]:
+    """What reports say of the images of two [`~raptor_hf.data.PixelDataset`]s or streams, the second may be `None`:
+    name, numbers (of a stream `None`), and how many damaged ones were left out.
+    """
     sets = [pixels.images for pixels in (train, evaluation) if pixels is not None]
     return {
         "name": public_name(train.images.name),
-        "num_train": len(train),
-        "num_test": 0 if evaluation is None else len(evaluation),
+        "num_train": _length(train),
+        "num_test": 0 if evaluation is None else _length(evaluation),
         "num_skipped": sum(images.num_skipped for images in sets),
     }
+
+
+def _length(pixels: Any) -> int | None:
+    return len(pixels) if has_length(pixels) else None
 
 
 def model_record(

@@ -14,9 +14,11 @@ from .cards import write_card
 from .checkpoints import mark_world_size
 from .hub import push_folder
 from .modeling_raptor import RaptorModel
-from .results import trainer_results
+from .results import trainer_results, write_json
 from .safeguards import FiniteLoss, broken_loss, saving
+from .streams import PixelStream
 
+STREAM_FILE = "stream.json"
 logger = logging.get_logger(__name__)
 
 PUSH_OPTIONS = ("token", "private", "revision", "create_pr", "license", "overwrite_card")
@@ -41,7 +43,10 @@ class StudentSavingTrainer(Trainer):
         try:
             with saving(folder, step, self.args.world_size):
                 if self.args.should_save:
-                    mark_world_size(Path(folder) / f"checkpoint-{step}", self.args.world_size)
+                    checkpoint = Path(folder) / f"checkpoint-{step}"
+                    mark_world_size(checkpoint, self.args.world_size)
+                    if self.args.fast_resume and isinstance(self.train_dataset, PixelStream):
+                        write_json(checkpoint / STREAM_FILE, self.train_dataset.state_dict())
                 super()._save_checkpoint(model, trial)
         finally:
             self._saving_checkpoint = False

@@ -27,6 +27,8 @@ from .modeling_raptor import RaptorModel
 from .optimizers import MuonAdamW, block_parameter_groups
 from .results import read_json, write_json
 from .safeguards import SIGTERM_EXIT, StopOnSigterm
+from .saving import STREAM_FILE
+from .streams import ImageStream, PixelStream
 from .teachers import Teacher
 
 logger = logging.get_logger(__name__)
@@ -80,6 +82,8 @@ class RaptorDistillationTrainer(FidelityTrainer):
             )
         if train_dataset is not None and not has_length(train_dataset) and args.max_steps <= 0:
             raise ValueError("a training set without a length needs a number of steps; set max_steps (--max_steps).")
+        if args.fast_resume and args.dataloader_num_workers:
+            raise ValueError("fast_resume needs dataloader_num_workers=0: with workers the stream's state is in them.")
         self.stage = "end_to_end" if args.stage == "both" else args.stage
         self.raptor, self.teacher, self.blocks, self.callbacks = model, teacher, blocks, kwargs.get("callbacks")
         wrapper = RaptorForDistillation(
@@ -91,7 +95,7 @@ class RaptorDistillationTrainer(FidelityTrainer):
             args=args,
             data_collator=kwargs.pop("data_collator", None) or collate_pixels,
             train_dataset=_as_pixels(train_dataset, processor, args.seed),
-            eval_dataset=_as_pixels(eval_dataset, processor, args.seed),
+            eval_dataset=_as_pixels(eval_dataset, processor, args.seed, repeat=False),
             processing_class=processor,
             **kwargs,
         )
@@ -132,6 +136,7 @@ class RaptorDistillationTrainer(FidelityTrainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._last_checkpoint()
         self._set_loss_scale(keep=bool(resume_from_checkpoint))
+        self._resume_stream(resume_from_checkpoint)
         self._unprepare()
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint or None, **kwargs)
@@ -144,6 +149,14 @@ class RaptorDistillationTrainer(FidelityTrainer):
         self._stop_if_broken(list(self.raptor.blocks.parameters()))
         self.history = [{"stage": self.stage, **entry} for entry in self.state.log_history]
         return result
+
+    def _resume_stream(self, checkpoint: str | bool | None) -> None:
+        """With `fast_resume` a stream goes on where the checkpoint says; else the Trainer reads past what was seen."""
+        self.args.ignore_data_skip = False
+        path = Path(str(checkpoint)) / STREAM_FILE
+        if self.args.fast_resume and checkpoint and path.is_file():
+            self.train_dataset.load_state_dict(read_json(path))
+            self.args.ignore_data_skip = True
 
     def _close_progress(self) -> None:
         """Ends the line of a progress bar that an error left open: the message then has a line to itself."""
@@ -365,11 +378,15 @@ def _check_fit(model: RaptorModel, teacher: Teacher) -> None:
             )
 
 
-def _as_pixels(dataset: Any, processor: Any, seed: int) -> Any:
-    if not isinstance(dataset, ImageDataset):
+def _as_pixels(dataset: Any, processor: Any, seed: int, repeat: bool = True) -> Any:
+    if isinstance(dataset, PixelStream) and dataset.repeat and not repeat:
+        raise ValueError("an evaluation on a stream that never ends; make its PixelStream with repeat=False.")
+    if not isinstance(dataset, (ImageDataset, ImageStream)):
         return dataset
     if processor is None:
         raise ValueError("a dataset of images needs a processing_class; this teacher has no image processor.")
+    if isinstance(dataset, ImageStream):
+        return PixelStream(dataset, processor, seed=seed, repeat=repeat)
     return PixelDataset(dataset, processor, seed=seed)
 
 

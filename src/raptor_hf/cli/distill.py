@@ -13,7 +13,7 @@ from huggingface_hub import get_token
 
 from ..arguments import DistillationArguments
 from ..cards import load_config, own_results, write_card
-from ..data import ImageDataset, PixelDataset
+from ..data import ImageDataset
 from ..modeling_raptor import RaptorModel
 from ..phases import Phases
 from ..report import write_report
@@ -27,18 +27,12 @@ from ..results import (
     write_json,
 )
 from ..runs import MODEL_FOLDER, PHASES_FILE, discover_phases, distill
+from ..streams import ImageStream
 from ..teachers import Teacher, public_name
-from .common import (
-    ImageArguments,
-    TeacherArguments,
-    check_finished,
-    load_split,
-    load_teacher,
-    push_and_report,
-    to_pixels,
-)
+from .common import ImageArguments, TeacherArguments, check_finished, load_teacher, push_and_report
 from .console import is_main_process, note, status, table
 from .parsing import parse, require_world_size
+from .training_data import StreamArguments, evaluation_images, phase_pixels, training_images
 from .values import UsageError
 
 STUDENT_OPTIONS = ("init", "mlp_type", "intermediate_size", "depth_scale_init", "adapter_rank")
@@ -80,9 +74,9 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: for wrong input.
     """
-    student, source, images, args = parse(
+    student, source, images, stream, args = parse(
         "distill",
-        [StudentArguments, TeacherArguments, ImageArguments, DistillationArguments],
+        [StudentArguments, TeacherArguments, ImageArguments, StreamArguments, DistillationArguments],
         argv,
         ["teacher"],
         description=__doc__,
@@ -97,17 +91,14 @@ def main(argv: list[str]) -> int:
         shutil.rmtree(output_dir, ignore_errors=True)
     processes.wait_for_everyone()
     teacher = load_teacher(source)
-    train_images = load_split(images, images.train_split, args.seed)
-    train = to_pixels(train_images, teacher.image_processor, images.image_size)
+    train_images, train = training_images(images, stream, teacher.image_processor, args.seed)
     evaluation = None
     if images.eval_split is not None and student.blocks is None:  # one block alone is no student to measure
-        evaluation = to_pixels(
-            load_split(images, images.eval_split, args.seed), teacher.image_processor, images.image_size
-        )
+        evaluation = evaluation_images(images, stream, teacher.image_processor, args.seed)
     start = _started(student)
     record = None
     if start is None:
-        phases, record = _phases(student, teacher, train, train_images, args, output_dir)
+        phases, record = _phases(student, teacher, train_images, train.processor, output_dir)
     else:
         phases = Phases.from_schedule(start.config.block_schedule or ())
     note(f"phases: {phases}")
@@ -186,9 +177,8 @@ def _options(student: StudentArguments) -> dict[str, Any]:
 def _phases(
     student: StudentArguments,
     teacher: Teacher,
-    train: PixelDataset,
-    train_images: ImageDataset,
-    args: DistillationArguments,
+    train_images: ImageDataset | ImageStream,
+    processor: Any,
     output_dir: Path,
 ) -> tuple[Phases, dict | None]:
     """Phases that were given, or those found on the training images; the record of the search if there is one."""
@@ -204,8 +194,7 @@ def _phases(
         if count not in record["partitions"]:
             raise UsageError(f"{path} has no partition into {count} blocks, only {', '.join(record['partitions'])}.")
     else:
-        subset = train_images.select(range(0, len(train), max(1, len(train) // student.phase_images)))
-        pixels = PixelDataset(subset, train.processor)
-        with status(f"phases on {len(subset)} images"), PartialState().main_process_first():
+        pixels = phase_pixels(train_images, processor, student.phase_images)
+        with status(f"phases on {len(pixels)} images"), PartialState().main_process_first():
             record = discover_phases(teacher, pixels, (int(count),), output_dir / PHASES_FILE)
     return Phases.from_schedule(record["partitions"][count]["block_schedule"]), record

@@ -1,0 +1,77 @@
+"""What `raptor-hf distill` trains and measures on: images that are read as they are needed, or a stream of them."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..data import ImageDataset, PixelDataset, load_images
+from ..streams import ImageStream, PixelStream, load_stream
+from .common import ImageArguments, load_split, to_pixels
+from .console import note
+from .values import UsageError
+
+
+@dataclass
+class StreamArguments:
+    """Streaming."""
+
+    _argument_group_name = "Streaming"
+
+    streaming: bool = field(
+        default=False, metadata={"help": "Read images as they come (Hub id, folder of .tar shards); needs --max_steps."}
+    )
+    shuffle_buffer: int = field(default=1000, metadata={"help": "Images that the stream's next one is drawn from."})
+
+
+def training_images(
+    images: ImageArguments, stream: StreamArguments, processor: Any, seed: int
+) -> tuple[ImageDataset | ImageStream, Any]:
+    """Training images, and the same through the teacher's image processor.
+
+    Raises:
+        ValueError: as [`~raptor_hf.data.load_images`] and [`~raptor_hf.streams.load_stream`].
+    """
+    if not stream.streaming:
+        loaded = load_split(images, images.train_split, seed)
+        return loaded, to_pixels(loaded, processor, images.image_size)
+    opened = _open(images, images.train_split, stream.shuffle_buffer, seed)
+    if processor is None:
+        raise UsageError("this teacher has no image processor; add a preprocessor_config.json to its folder.")
+    return opened, PixelStream(opened, processor, image_size=images.image_size, seed=seed)
+
+
+def evaluation_images(images: ImageArguments, stream: StreamArguments, processor: Any, seed: int) -> Any:
+    """Images to measure on, through the teacher's image processor; of a stream all, or the first `max_images`.
+
+    Raises:
+        ValueError: as [`training_images`].
+    """
+    if not stream.streaming:
+        return to_pixels(load_split(images, images.eval_split, seed), processor, images.image_size)
+    opened = _open(images, str(images.eval_split), 0, seed)
+    if images.max_images is None:
+        return PixelStream(opened, processor, image_size=images.image_size, seed=seed, repeat=False)
+    return to_pixels(first_images(opened, images.max_images), processor, images.image_size)
+
+
+def first_images(stream: ImageStream, count: int) -> ImageDataset:
+    """The first images of a stream, in memory."""
+    kept = load_images(list(itertools.islice(stream, count)))
+    kept.name = stream.name
+    return kept
+
+
+def phase_pixels(images: ImageDataset | ImageStream, processor: Any, count: int) -> PixelDataset:
+    """About `count` training images, evenly spaced, or the first ones of a stream, for the search of phases."""
+    if isinstance(images, ImageStream):
+        return PixelDataset(first_images(images, count), processor)
+    return PixelDataset(images.select(range(0, len(images), max(1, len(images) // count))), processor)
+
+
+def _open(images: ImageArguments, split: str, shuffle_buffer: int, seed: int) -> ImageStream:
+    opened = load_stream(
+        images.dataset, split=split, image_column=images.image_column, label_column=images.label_column,
+        shuffle_buffer=shuffle_buffer, seed=seed, on_error=images.on_error, revision=images.dataset_revision,
+    )  # fmt: skip
+    note(f"{opened.name} ({split}): a stream")
+    return opened
