@@ -216,7 +216,8 @@ def test_distill_from_shards_that_are_streamed(teacher, photos, tmp_path, capsys
                 for number, path in enumerate(sorted((photos / split).rglob("*.png"))[part::2]):
                     shard.add(path, f"{part}{number}.png")
     argv = ["distill", str(teacher), "--dataset", str(folder), "--streaming", "--shuffle-buffer", "4", "--num-blocks",
-            "2", "--phase-images", "6", "--per-device-train-batch-size", "4", "--use-cpu", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+            "2", "--phase-images", "6", "--per-device-train-batch-size", "4", "--use-cpu",
+            "--output-dir", str(tmp_path / "run")]  # fmt: skip
     assert main(argv) == 2
     assert "--max_steps" in capsys.readouterr().err
     assert main([*argv, "--max-steps", "8"]) == 0
