@@ -34,11 +34,12 @@ check: $(STAMP) ## lint, formatting, types, layering, README tree
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_repository.py
 
-bench: $(STAMP) ## time the phase search beside plain implementations
-	$(BIN)/python benchmarks/phases.py $(ARGS)
+bench: $(STAMP) ## time forward pass, training step and activation cache beside their alternatives, half an hour on two cores
+	for name in inference training_step activation_cache; do $(BIN)/python benchmarks/$$name.py --output runs/$$name.json $(ARGS) || exit 1; done
 
 cards: $(STAMP) ## render the cards in model_cards from the recorded results
-	for folder in model_cards/*/; do $(BIN)/raptor-hf card $$folder --results examples/quickstart $(ARGS) || exit 1; done
+	for name in raptor-k2 raptor-k3; do $(BIN)/raptor-hf card model_cards/$$name --results examples/quickstart $(ARGS) || exit 1; done
+	for folder in model_cards/dinov2-*/; do $(BIN)/raptor-hf card $$folder $(ARGS) || exit 1; done
 
 $(STAMP): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -10,10 +10,13 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from torch.distributed.fsdp import fully_shard
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, TrainerCallback
 
 from raptor_hf import DistillationArguments, RaptorDistillationTrainer, RaptorModel, Teacher
+from raptor_hf.activations import cache_activations
+from raptor_hf.data import PixelDataset, dinov2_processor, load_images
 from raptor_hf.distillation import RaptorForDistillation
 from raptor_hf.safeguards import TrainingStopped
 
@@ -151,6 +154,21 @@ def one_image(folder, processes):
     return {"message": None}
 
 
+def cache(folder, processes):
+    """States of 16 digits in six shards that the processes share out, and the gradients of steps that read them."""
+    pixels = PixelDataset(load_images("digits", split="train", max_images=16), dinov2_processor(28))
+    written = []
+    states = cache_activations(
+        make_teacher(), pixels, folder / "cache", batch_size=2, shard_bytes=3 * 2 * 5 * 9 * 32,
+        processes=PartialState(cpu=True), progress=lambda batches, total: written.append(total) or batches,
+    )  # fmt: skip
+    seen = Gradients()
+    make_trainer(folder, processes, train=states, callbacks=[seen], max_steps=2, stage="blocks").train()
+    grads = {f"{step}.{name}": grad for step, grads in enumerate(seen.of_steps) for name, grad in grads.items()}
+    stored = torch.stack([states[index]["hidden_states"] for index in range(16)])
+    return {"written": written[0], "states": stored, "gradients": grads}
+
+
 def sharded(folder, processes):
     """A wrapper whose blocks are sharded by FSDP2: two steps, then the whole student saved by the first process."""
     teacher = make_teacher()
@@ -192,6 +210,7 @@ CASES = {
     "muon": muon,
     "resume": resume,
     "noise": noise,
+    "cache": cache,
     "broken_image": broken_image,
     "one_image": one_image,
     "sharded": sharded,

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 
-from raptor_hf import RaptorModel
+from raptor_hf import RaptorModel, Teacher
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 DATA = Path(__file__).parent / "data"
@@ -217,6 +217,30 @@ def test_training_writes_steps_and_loop(training_step, tmp_path, capsys):
         assert any("attention" in name for name in loop["products_s"])
         assert any("backward" in name for name in loop["products_s"])
     assert "in matrix products" in capsys.readouterr().out
+
+
+def test_steps_that_read_states_stand_beside_steps_that_compute_them(timing, monkeypatch, tmp_path, capsys):
+    benchmark = importlib.import_module("activation_cache")
+    runs = []
+    original = Teacher.hidden_states
+    monkeypatch.setattr(Teacher, "hidden_states", lambda self, pixels: runs.append(1) or original(self, pixels))
+
+    def interleave(first, second, pairs, device, min_seconds):
+        counts = []
+        for parts in (first, second):
+            before = len(runs)
+            for part in (*parts, *parts):
+                part()
+            counts.append(len(runs) - before)
+        assert counts == [0, 2]  # ours reads, the other computes
+        return timing.interleave(first, second, pairs, device, min_seconds)
+
+    monkeypatch.setattr(benchmark, "interleave", interleave)
+    assert benchmark.main([*TRY, "--dtypes", "float32", "--output", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["what"], row["against"]) for row in rows] == [("blocks", "computed"), ("end_to_end", "computed")]
+    assert all(row["bytes_per_image"] == 2 * 4 * 9 * 32 for row in rows)
+    assert "tiny, batch 2, float32, blocks: 0.00 MB per image" in capsys.readouterr().out
 
 
 def test_memory_is_that_of_a_process_of_its_own(training_step, monkeypatch):

@@ -208,10 +208,14 @@ def test_the_hubs_own_class_reads_the_card(folder):
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in (ROOT / "model_cards").glob("*/README.md")))
 def test_cards_in_the_repository_are_what_the_template_renders(name):
     folder = ROOT / "model_cards" / name
-    results = read_json(ROOT / "examples" / "quickstart" / "results.json")
-    model = next(model for model in results["models"] if model["name"] == name)
+    planned = (ROOT / "examples" / "recipes" / f"{name}.yaml").is_file()
+    results = read_json(folder / "results.json" if planned else ROOT / "examples" / "quickstart" / "results.json")
+    model = next(model for model in results["models"] if planned or model["name"] == name)
     assert (folder / "README.md").read_text(encoding="utf-8") == model_card(folder, own_results(results, model))
 
 
 def test_the_repository_has_cards():
-    assert {path.name for path in (ROOT / "model_cards").iterdir()} == {"template.md", "raptor-k2", "raptor-k3"}
+    recipes = {path.stem for path in (ROOT / "examples" / "recipes").glob("*.yaml")}
+    assert len(recipes) == 5
+    found = {path.name for path in (ROOT / "model_cards").iterdir()}
+    assert found == {"template.md", "raptor-k2", "raptor-k3", *recipes}

@@ -235,6 +235,35 @@ def test_distill_from_shards_that_are_streamed(teacher, photos, tmp_path, capsys
     assert (tmp_path / "fast" / "end_to_end" / "checkpoint-6" / "stream.json").is_file()
 
 
+def test_distil_from_states_on_disk(teacher, photos, tmp_path, capsys):
+    argv = ["distill", str(teacher), "--dataset", str(photos), "--num-blocks", "2", "--max-steps", "4", "--use-cpu",
+            "--per-device-train-batch-size", "4", "--activation-cache", str(tmp_path / "cache")]  # fmt: skip
+    assert main([*argv, "--output-dir", str(tmp_path / "first")]) == 0
+    shown = capsys.readouterr().err
+    assert f"activation cache {tmp_path / 'cache'}: 12 images, 3.46e-05 GB" in shown
+    assert "states of the teacher: " in shown
+    written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    assert set(written) == {"cache.json", "states-00000.safetensors"}
+    assert main([*argv, "--output-dir", str(tmp_path / "second")]) == 0
+    assert "states of the teacher: " not in capsys.readouterr().err  # they are read
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == written
+    first, second = (results(tmp_path / name)["models"][0]["fidelity"] for name in ("first", "second"))
+    assert first == second
+    for options, message in (
+        (["--image-size", "42"], "was made with image_size=[28, 28], this run has [42, 42]"),
+        (["--max-images", "4"], "was made with num_images=12, this run has 4"),
+        (["--streaming"], "an activation cache of a PixelStream"),
+    ):
+        assert main([*argv, "--output-dir", str(tmp_path / "third"), *options]) == 2
+        assert message in capsys.readouterr().err
+    other = [*argv, "--activation-cache-gb", "1e-6", "--output-dir", str(tmp_path / "third")]
+    other[other.index("--activation-cache") + 1] = str(tmp_path / "other")
+    assert main(other) == 2
+    assert "would take 3.46e-05 GB, more than the 1e-06 GB it may" in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_damaged_image_met_in_training_is_one_line_and_the_run_goes_on(teacher, photos, tmp_path, capsys):
     damaged = photos / "train" / "red" / "0.png"
     content = damaged.read_bytes()

@@ -77,6 +77,16 @@ def test_each_process_draws_its_own_noise(in_two):
     assert in_two[0]["noise"]["seed"] != in_two[1]["noise"]["seed"]
 
 
+def test_states_are_written_once_and_shared(in_two, in_one):
+    first, second = (result["cache"] for result in in_two)
+    alone = in_one("cache")
+    assert (first["written"], second["written"], alone["written"]) == (6, 5, 11)  # batches: 3 shards each
+    assert torch.equal(first["states"], second["states"])
+    assert torch.equal(first["states"], alone["states"])
+    assert largest_difference(first["gradients"], alone["gradients"]) <= 1e-6
+    assert max(value.abs().max() for value in alone["gradients"].values()) > 1e-3
+
+
 def test_a_loss_that_is_no_number_stops_all_processes(in_two):
     for result in in_two:
         assert "not a finite number" in result["broken_image"]["message"]

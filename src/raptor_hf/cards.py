@@ -139,6 +139,7 @@ def model_card(
         probe_text=_probe_text(probe, _probe_dataset(results)),
         training=_training_rows(results, entry),
         command=results.get("command"),
+        planned=entry.get("planned", False),
         limits=_limits(results, entry, teacher),
     )
     license = license or card_license(read_card(folder))
@@ -315,7 +316,8 @@ def _training_rows(results: Mapping[str, Any], entry: Mapping[str, Any]) -> list
     rows: dict[str, Any] = {}
     if dataset.get("name"):
         train, test = (_count(dataset.get(name)) for name in ("num_train", "num_test"))
-        rows["images"] = f"{dataset['name']}, {train} to train, {test} to measure"
+        counts = f", {train} to train, {test} to measure" if "num_train" in dataset else ""
+        rows["images"] = f"{dataset['name']}{counts}"
     rows |= {key: value for key, value in training.items() if value is not None and key != "history"}
     rows["seed"] = entry.get("seeds")
     rows["versions"] = {key: value for key, value in versions.items() if value is not None}
@@ -325,7 +327,9 @@ def _training_rows(results: Mapping[str, Any], entry: Mapping[str, Any]) -> list
 def _limits(results: Mapping[str, Any], entry: Mapping[str, Any], teacher: str) -> list[str]:
     dataset = (results.get("dataset") or {}).get("name")
     limits = []
-    if dataset:
+    if entry.get("planned"):
+        limits.append("It does not exist yet: this is the plan of a run, and nothing of it was trained or measured.")
+    elif dataset:
         limits.append(f"It was distilled and measured on images of {dataset}; what it does elsewhere was not measured.")
     if not ((results.get("probe") or {}).get("results") or {}):
         limits.append("No accuracy on a task has been measured.")

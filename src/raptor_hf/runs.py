@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from .activations import ActivationCache
 from .arguments import MODEL_PRESETS, DistillationArguments
 from .data import PixelDataset
 from .modeling_raptor import RaptorModel
@@ -71,6 +72,7 @@ def distill(
     student: Mapping[str, Any] | None = None,
     start: RaptorModel | None = None,
     blocks: Sequence[int] | None = None,
+    cache: ActivationCache | None = None,
 ) -> tuple[RaptorModel, dict[str, Any]]:
     """Distils one Raptor into `args.output_dir`, going on with what an interrupted run left there.
 
@@ -81,6 +83,7 @@ def distill(
         student: arguments of [`RaptorModel.from_teacher`] beside those of the preset.
         start: a Raptor to go on from, instead of one made from the teacher.
         blocks: blocks that learn in stage 1; all by default.
+        cache: the teacher's states of `train`, which are then read instead of computed.
 
     Returns:
         the student, saved in `output_dir/model` with its image processor, and its record.
@@ -95,7 +98,7 @@ def distill(
     model = RaptorModel.from_teacher(teacher, phases, **chosen) if start is None else start
     processor = train.processor or teacher.image_processor
     trainer = RaptorDistillationTrainer(
-        model, teacher, args, train, evaluation, processing_class=processor, blocks=blocks
+        model, teacher, args, train if cache is None else cache, evaluation, processing_class=processor, blocks=blocks
     )
     result = trainer.train(resume_from_checkpoint=True)
     if evaluation is not None:

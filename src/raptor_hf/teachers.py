@@ -103,20 +103,29 @@ class Teacher:
                 (another activation than the exact GELU, a position table that is not square).
             OSError: if there is no such checkpoint.
         """
-        hub = {name: kwargs[name] for name in ("token", "cache_dir", "local_files_only") if name in kwargs}
-        config = AutoConfig.from_pretrained(name_or_path, revision=revision, **hub)
-        family = _family(config)
-        _check_supported(config)
-        model = AutoModel.from_pretrained(name_or_path, revision=revision, **{**family.load_kwargs, **kwargs})
-        try:
-            processor = AutoImageProcessor.from_pretrained(name_or_path, revision=revision, **hub)
-        except OSError:  # a checkpoint without preprocessor_config.json
-            processor = None
-        if processor is None and config.model_type.startswith("dinov2"):
-            from .data import dinov2_processor
+        hub: dict[str, Any] = {
+            name: kwargs[name] for name in ("token", "cache_dir", "local_files_only") if name in kwargs
+        }
+        config = _checked_config(name_or_path, revision, hub)
+        load_kwargs = FAMILIES[config.model_type].load_kwargs
+        model = AutoModel.from_pretrained(name_or_path, revision=revision, **{**load_kwargs, **kwargs})
+        return cls(model, _image_processor(name_or_path, config, revision, hub), revision)
 
-            processor = dinov2_processor()
-        return cls(model, processor, revision)
+    @classmethod
+    def untrained(cls, name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any) -> "Teacher":
+        """A teacher of the same sizes with random weights: reads the configuration and the image processor alone.
+
+        Args:
+            name_or_path, revision: as in [`Teacher.from_pretrained`].
+            kwargs: passed to `AutoModel.from_config`: `dtype`, `attn_implementation`.
+
+        Raises:
+            ValueError, OSError: as [`Teacher.from_pretrained`].
+        """
+        config = _checked_config(name_or_path, revision, {})
+        config._name_or_path = str(name_or_path)
+        model = AutoModel.from_config(config, **{**FAMILIES[config.model_type].load_kwargs, **kwargs})
+        return cls(model, _image_processor(name_or_path, config, revision, {}), revision)
 
     @property
     def num_layers(self) -> int:
@@ -282,6 +291,28 @@ def public_name(name_or_path: str) -> str:
     path = Path(name_or_path).expanduser()
     is_path = path.exists() or name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2 or "\\" in name_or_path
     return path.resolve().name if is_path else name_or_path
+
+
+def _checked_config(name_or_path: str | Path, revision: str | None, hub: Mapping[str, Any]) -> PreTrainedConfig:
+    config = AutoConfig.from_pretrained(name_or_path, revision=revision, **hub)
+    _family(config)
+    _check_supported(config)
+    return config
+
+
+def _image_processor(
+    name_or_path: str | Path, config: PreTrainedConfig, revision: str | None, hub: Mapping[str, Any]
+) -> Any:
+    """The checkpoint's own image processor; DINOv2's for one that comes without, `None` for other families."""
+    try:
+        processor = AutoImageProcessor.from_pretrained(name_or_path, revision=revision, **hub)
+    except OSError:  # a checkpoint without preprocessor_config.json
+        processor = None
+    if processor is None and config.model_type.startswith("dinov2"):
+        from .data import dinov2_processor
+
+        processor = dinov2_processor()
+    return processor
 
 
 def _family(config: PreTrainedConfig) -> ViTFamily:

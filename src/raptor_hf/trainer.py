@@ -7,7 +7,7 @@ checkpoints hold.
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import nn
 from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
+from .activations import STATES, ActivationCache, collate_states
 from .arguments import DistillationArguments
 from .checkpoints import last_complete_checkpoint
-from .data import ImageDataset, PixelDataset, collate_pixels
+from .data import ImageDataset, PixelDataset
 from .distillation import RaptorForDistillation
 from .evaluation import FidelityTrainer
 from .losses import layer_variances
@@ -46,7 +47,8 @@ class RaptorDistillationTrainer(FidelityTrainer):
         teacher: a [`Teacher`]. It is never part of the student, of a checkpoint or of the optimiser.
         args: a [`DistillationArguments`].
         train_dataset, eval_dataset: datasets of `{"pixel_values": (channels, height, width)}`, or [`ImageDataset`]s,
-            which go through `processing_class`.
+            which go through `processing_class`. Or an [`~raptor_hf.activations.ActivationCache`] of this teacher, whose
+            states are read and not computed.
         processing_class: image processor, saved with the model; the teacher's by default.
         blocks: blocks that learn in stage `"blocks"`; all by default.
         kwargs: further arguments of `Trainer`.
@@ -57,8 +59,8 @@ class RaptorDistillationTrainer(FidelityTrainer):
         history: log entries of all stages, each with its `"stage"`, steps counted through.
 
     Raises:
-        ValueError: if the student does not fit the teacher, the training set is smaller than one batch, or more than
-            one GPU would be used without a launcher.
+        ValueError: if the student does not fit the teacher, the training set is smaller than one batch or holds states
+            of another teacher, or more than one GPU would be used without a launcher.
     """
 
     loss_is_scaled_for_ga = False  # the loss is a mean over the micro-batch
@@ -84,6 +86,9 @@ class RaptorDistillationTrainer(FidelityTrainer):
             raise ValueError("a training set without a length needs a number of steps; set max_steps (--max_steps).")
         if args.fast_resume and args.dataloader_num_workers:
             raise ValueError("fast_resume needs dataloader_num_workers=0: with workers the stream's state is in them.")
+        for dataset in (train_dataset, eval_dataset):
+            if isinstance(dataset, ActivationCache):
+                dataset.check_teacher(teacher)
         self.stage = "end_to_end" if args.stage == "both" else args.stage
         self.raptor, self.teacher, self.blocks, self.callbacks = model, teacher, blocks, kwargs.get("callbacks")
         wrapper = RaptorForDistillation(
@@ -93,7 +98,7 @@ class RaptorDistillationTrainer(FidelityTrainer):
         super().__init__(
             model=wrapper,
             args=args,
-            data_collator=kwargs.pop("data_collator", None) or collate_pixels,
+            data_collator=kwargs.pop("data_collator", None) or collate_states,
             train_dataset=_as_pixels(train_dataset, processor, args.seed),
             eval_dataset=_as_pixels(eval_dataset, processor, args.seed, repeat=False),
             processing_class=processor,
@@ -237,21 +242,23 @@ class RaptorDistillationTrainer(FidelityTrainer):
             return
         path = Path(self.args.output_dir) / SCALE_FILE
         if self.is_world_process_zero() and not (keep and path.is_file()):
-            images = self._loss_scale_images()
-            states = self.teacher.iter_hidden_states(images, self.args.per_device_train_batch_size)
-            write_json(path, layer_variances(states, self.teacher.layout))
+            write_json(path, layer_variances(self._loss_scale_states(), self.teacher.layout))
         self.accelerator.wait_for_everyone()
         variances = read_json(path)
         shared = self.args.loss_scale == "shared_variance"
         self.model.loss_scale = dict.fromkeys(variances, variances["all"]) if shared else variances
 
-    def _loss_scale_images(self) -> list[Any]:
-        """A seeded choice of training images; of a stream the first ones."""
-        count = self.args.loss_scale_images
-        if not has_length(self.train_dataset):
-            return list(itertools.islice(self.train_dataset, count))
-        order = np.random.default_rng(self.args.seed).permutation(len(self.train_dataset))[:count]
-        return [self.train_dataset[int(index)] for index in order]
+    def _loss_scale_states(self) -> Iterable[tuple[torch.Tensor, ...]]:
+        """States of a seeded choice of training images; of a stream the first ones."""
+        count, dataset = self.args.loss_scale_images, self.train_dataset
+        if not has_length(dataset):
+            items: Iterable[Any] = itertools.islice(dataset, count)
+        else:
+            order = np.random.default_rng(self.args.seed).permutation(len(dataset))[:count]
+            items = (dataset[int(index)] for index in order)
+            if STATES in dataset[0]:
+                return (item[STATES].to(self.raptor.dtype).unsqueeze(1).unbind() for item in items)
+        return self.teacher.iter_hidden_states(items, self.args.per_device_train_batch_size)
 
     def _unprepare(self) -> None:
         """An evaluation before training marks the student as prepared without wrapping it: DDP would be left out."""
@@ -301,16 +308,20 @@ class RaptorDistillationTrainer(FidelityTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Teacher's states of the batch, then one pass of the wrapped student.
+        """Teacher's states of the batch, computed or read, then one pass of the wrapped student.
 
         Args:
             model: the wrapped student, as the Trainer hands it over.
-            inputs: a batch with `pixel_values`; labels are not used.
+            inputs: a batch with `pixel_values`, or with `hidden_states (batch_size, L + 1, seq_length, hidden_size)`;
+                labels are not used.
             return_outputs: also return `{"loss", "pooled"}`, the student's image features
                 `(batch_size, 2 * hidden_size)`.
             num_items_in_batch: not used, the loss is a mean.
         """
-        states = self.teacher.hidden_states(inputs["pixel_values"].to(self.teacher.device))
+        if STATES in inputs:
+            states = inputs[STATES].to(self.args.device, self.raptor.dtype).unbind(1)
+        else:
+            states = self.teacher.hidden_states(inputs["pixel_values"].to(self.teacher.device))
         if model.training:
             loss = self._training_loss(model, states)
             return (loss, {"loss": loss}) if return_outputs else loss

@@ -3,69 +3,25 @@
 import copy
 import shlex
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from huggingface_hub import get_token
 
 from ..arguments import DistillationArguments
-from ..cards import load_config, own_results, write_card
-from ..data import ImageDataset
-from ..modeling_raptor import RaptorModel
-from ..phases import Phases
+from ..cards import own_results, write_card
 from ..report import write_report
-from ..results import (
-    RESULTS_FILE,
-    dataset_record,
-    new_results,
-    read_json,
-    summary_rows,
-    teacher_record,
-    write_json,
-)
-from ..runs import MODEL_FOLDER, PHASES_FILE, discover_phases, distill
-from ..streams import ImageStream
-from ..teachers import Teacher, public_name
+from ..results import RESULTS_FILE, dataset_record, new_results, summary_rows, teacher_record, write_json
+from ..runs import MODEL_FOLDER, distill
+from ..teachers import public_name
 from .common import ImageArguments, TeacherArguments, check_finished, load_teacher, push_and_report
-from .console import is_main_process, note, status, table
+from .console import is_main_process, note, table
+from .dry_run import dry_run
 from .parsing import parse, require_world_size
-from .training_data import StreamArguments, evaluation_images, phase_pixels, training_images
+from .student import StudentArguments, given_phases, run_phases, started, student_options
+from .training_data import CacheArguments, StreamArguments, cached_states, evaluation_images, training_images
 from .values import UsageError
-
-STUDENT_OPTIONS = ("init", "mlp_type", "intermediate_size", "depth_scale_init", "adapter_rank")
-
-
-@dataclass
-class StudentArguments:
-    """The student."""
-
-    _argument_group_name = "Student"
-
-    num_blocks: int | None = field(default=None, metadata={"help": "Blocks; 3 unless repeats or phases are given."})
-    repeats: list[int] | None = field(default=None, metadata={"help": "Applications of each block, as 7 3 2."})
-    phases: str | None = field(default=None, metadata={"help": "phases.json of an earlier `raptor-hf phases`."})
-    phase_images: int = field(default=1000, metadata={"help": "Training images that the phases are found on."})
-    init: str | None = field(
-        default=None, metadata={"help": "first, middle, last, mean or random; default the preset's."}
-    )
-    mlp_type: str | None = field(default=None, metadata={"help": "gelu or swiglu; default the preset's."})
-    intermediate_size: int | str | None = field(default=None, metadata={"help": "MLP width, research or dinov2."})
-    depth_scale: bool = field(default=True, metadata={"help": "Whether blocks are scaled by depth."})
-    depth_scale_init: str | None = field(default=None, metadata={"help": "zeros or normal; default the preset's."})
-    adapter_rank: int | None = field(
-        default=None, metadata={"help": "Rank of the adapters of every application; none by default."}
-    )
-    blocks: list[int] | None = field(
-        default=None, metadata={"help": "Train these blocks alone, stage 1 only; `raptor-hf assemble` joins the runs."}
-    )
-    student: str | None = field(
-        default=None, metadata={"help": "Folder of a Raptor to go on from in stage 2, as `assemble` leaves it."}
-    )
-    name: str | None = field(default=None, metadata={"help": "Name in the report; default raptor-k and the blocks."})
-    overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
 
 
 def main(argv: list[str]) -> int:
@@ -74,9 +30,9 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: for wrong input.
     """
-    student, source, images, stream, args = parse(
+    student, source, images, stream, cache, args = parse(
         "distill",
-        [StudentArguments, TeacherArguments, ImageArguments, StreamArguments, DistillationArguments],
+        [StudentArguments, TeacherArguments, ImageArguments, StreamArguments, CacheArguments, DistillationArguments],
         argv,
         ["teacher"],
         description=__doc__,
@@ -85,6 +41,12 @@ def main(argv: list[str]) -> int:
     require_world_size(processes.num_processes, "distill")
     args, push = _without_push(args)
     args = _of_stage(student, args)
+    if student.dry_run:
+        return dry_run(student, source, images, stream, cache, args, argv)
+    if student.card is not None:
+        raise UsageError("--card is the card of a plan; give --dry_run with it. A run leaves its own.")
+    start = started(student)
+    phases = given_phases(student, start)
     output_dir = Path(str(args.output_dir))
     check_finished(output_dir, student.overwrite)
     if student.overwrite and is_main_process():
@@ -95,16 +57,12 @@ def main(argv: list[str]) -> int:
     evaluation = None
     if images.eval_split is not None and student.blocks is None:  # one block alone is no student to measure
         evaluation = evaluation_images(images, stream, teacher.image_processor, args.seed)
-    start = _started(student)
-    record = None
-    if start is None:
-        phases, record = _phases(student, teacher, train_images, train.processor, output_dir)
-    else:
-        phases = Phases.from_schedule(start.config.block_schedule or ())
+    states = cached_states(cache, teacher, train, args, processes)
+    phases, record = run_phases(student, phases, teacher, train_images, train.processor, output_dir)
     note(f"phases: {phases}")
     _, entry = distill(
         teacher, phases, args, train, evaluation, name=student.name or f"raptor-k{phases.num_blocks}",
-        student={"depth_scale": student.depth_scale, **_options(student)}, start=start, blocks=student.blocks,
+        student=student_options(student), start=start, blocks=student.blocks, cache=states,
     )  # fmt: skip
     if not is_main_process():
         return 0
@@ -155,46 +113,3 @@ def _of_stage(student: StudentArguments, args: DistillationArguments) -> Distill
         raise UsageError(f"--blocks trains in stage 1, but stage={args.stage}, blocks_share={args.blocks_share}.")
     own.output_dir = args.output_dir
     return own
-
-
-def _started(student: StudentArguments) -> RaptorModel | None:
-    """The Raptor that `--student` names, in float32."""
-    if student.student is None:
-        return None
-    given = [
-        name for name in ("num_blocks", "repeats", "phases", *STUDENT_OPTIONS) if getattr(student, name) is not None
-    ]
-    if given:
-        raise UsageError(f"--student and --{given[0]} exclude each other; the Raptor has its blocks already.")
-    load_config(student.student)
-    return RaptorModel.from_pretrained(student.student, dtype=torch.float32)
-
-
-def _options(student: StudentArguments) -> dict[str, Any]:
-    return {name: getattr(student, name) for name in STUDENT_OPTIONS}
-
-
-def _phases(
-    student: StudentArguments,
-    teacher: Teacher,
-    train_images: ImageDataset | ImageStream,
-    processor: Any,
-    output_dir: Path,
-) -> tuple[Phases, dict | None]:
-    """Phases that were given, or those found on the training images; the record of the search if there is one."""
-    given = [name for name in ("num_blocks", "repeats", "phases") if getattr(student, name) is not None]
-    if "repeats" in given:
-        if len(given) > 1:
-            raise UsageError(f"--{given[0]} and --{given[1]} exclude each other; give the repeats alone.")
-        return Phases.from_repeats(student.repeats or ()), None
-    count = str(student.num_blocks or 3)
-    if student.phases is not None:
-        path = Path(student.phases)
-        record = read_json(path / PHASES_FILE if path.is_dir() else path)
-        if count not in record["partitions"]:
-            raise UsageError(f"{path} has no partition into {count} blocks, only {', '.join(record['partitions'])}.")
-    else:
-        pixels = phase_pixels(train_images, processor, student.phase_images)
-        with status(f"phases on {len(pixels)} images"), PartialState().main_process_first():
-            record = discover_phases(teacher, pixels, (int(count),), output_dir / PHASES_FILE)
-    return Phases.from_schedule(record["partitions"][count]["block_schedule"]), record

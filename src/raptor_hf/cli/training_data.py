@@ -1,13 +1,21 @@
-"""What `raptor-hf distill` trains and measures on: images that are read as they are needed, or a stream of them."""
+"""What `raptor-hf distill` trains and measures on: images that are read as they are needed, a stream of them, or the
+teacher's states of them on disk.
+"""
 
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from accelerate import PartialState
+
+from ..activations import ActivationCache, activation_bytes, cache_activations, describe
+from ..arguments import DistillationArguments
 from ..data import ImageDataset, PixelDataset, load_images
 from ..streams import ImageStream, PixelStream, load_stream
+from ..teachers import Teacher
 from .common import ImageArguments, load_split, to_pixels
-from .console import note
+from .console import note, progress
 from .values import UsageError
 
 
@@ -21,6 +29,18 @@ class StreamArguments:
         default=False, metadata={"help": "Read images as they come (Hub id, folder of .tar shards); needs --max_steps."}
     )
     shuffle_buffer: int = field(default=1000, metadata={"help": "Images that the stream's next one is drawn from."})
+
+
+@dataclass
+class CacheArguments:
+    """Activation cache."""
+
+    _argument_group_name = "Activation cache"
+
+    activation_cache: str | None = field(
+        default=None, metadata={"help": "Folder of the teacher's states: written once, then read, not computed."}
+    )
+    activation_cache_gb: float = field(default=100.0, metadata={"help": "Gigabytes that it may take."})
 
 
 def training_images(
@@ -52,6 +72,32 @@ def evaluation_images(images: ImageArguments, stream: StreamArguments, processor
     if images.max_images is None:
         return PixelStream(opened, processor, image_size=images.image_size, seed=seed, repeat=False)
     return to_pixels(first_images(opened, images.max_images), processor, images.image_size)
+
+
+def cached_states(
+    cache: CacheArguments, teacher: Teacher, pixels: Any, args: DistillationArguments, processes: PartialState
+) -> ActivationCache | None:
+    """The teacher's states of the training images, written by all processes together if they are not there yet.
+
+    Raises:
+        ValueError: as [`~raptor_hf.activations.cache_activations`].
+    """
+    if cache.activation_cache is None:
+        return None
+    describe(teacher, pixels)  # refuses a stream before its length is asked for
+    size = activation_bytes(teacher, pixels)
+    note(f"activation cache {cache.activation_cache}: {len(pixels)} images, {size / 1e9:.3g} GB")
+    return cache_activations(
+        teacher,
+        pixels,
+        cache.activation_cache,
+        batch_size=args.per_device_train_batch_size or 32,
+        num_workers=args.dataloader_num_workers,
+        autocast=torch.bfloat16 if args.bf16 else None,
+        max_bytes=cache.activation_cache_gb * 1e9,
+        processes=processes,
+        progress=lambda batches, total: progress(batches, "states of the teacher", total) if total else batches,
+    )
 
 
 def first_images(stream: ImageStream, count: int) -> ImageDataset:
