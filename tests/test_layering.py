@@ -24,6 +24,7 @@ RANKS = (
     "__init__",
     "losses",
     "fidelity",
+    "dense_metrics",
     "distillation",
     "data",
     "streams",
@@ -59,7 +60,7 @@ RANKS = (
     "__main__",
 )
 # These take tensors or arrays, and are of use without the models and without training.
-MODEL_FREE = ("phases", "dynamics", "losses", "fidelity", "metrics")
+MODEL_FREE = ("phases", "dynamics", "losses", "fidelity", "dense_metrics", "metrics")
 MODEL_OR_TRAINER = {
     "modeling_raptor_layers",
     "modeling_raptor",

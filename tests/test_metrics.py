@@ -9,6 +9,7 @@ import torch
 from sklearn.metrics import accuracy_score, r2_score
 
 import raptor_hf.metrics
+from raptor_hf.dense_metrics import DepthRange, DepthScores, SegmentationScores
 from raptor_hf.fidelity import R2_DEFINITIONS, cosine_from_sums, r2_from_sums, token_sums
 
 FOLDER = Path(raptor_hf.metrics.__file__).parent
@@ -34,12 +35,18 @@ import evaluate
 
 accuracy = {"predictions": [0, 1, 2, 2], "references": [0, 1, 1, 2]}
 fidelity = {"predictions": [[1.0, 2.0], [3.0, 5.0]], "references": [[1.0, 2.0], [3.0, 4.0]]}
+maps = {"predictions": [[[0, 1]]], "references": [[[0, 0]]]}
+depths = {"predictions": [[[1.0, 2.0]]], "references": [[[2.0, 2.0]]]}
 print(json.dumps({
     "loaded_early": loaded_early,
     "accuracy": raptor_hf.metrics.RaptorAccuracy().compute(**accuracy),
     "accuracy_by_path": evaluate.load(sys.argv[1] + "/accuracy.py").compute(**accuracy),
     "fidelity": raptor_hf.metrics.RaptorFidelity().compute(**fidelity),
     "fidelity_by_path": evaluate.load(sys.argv[1] + "/fidelity.py").compute(**fidelity),
+    "mean_iou": raptor_hf.metrics.RaptorMeanIoU().compute(**maps, num_classes=2),
+    "mean_iou_by_path": evaluate.load(sys.argv[1] + "/mean_iou.py").compute(**maps, num_classes=2),
+    "depth": raptor_hf.metrics.RaptorDepth().compute(**depths, crop="none"),
+    "depth_by_path": evaluate.load(sys.argv[1] + "/depth.py").compute(**depths, crop="none"),
 }, allow_nan=False))
 """
 
@@ -71,6 +78,10 @@ def test_offline_with_an_empty_cache_directly_and_by_path(tmp_path, monkeypatch)
     assert result["fidelity"]["r2"] == pytest.approx(1 - 1 / 4)
     assert result["accuracy_by_path"] == result["accuracy"]
     assert result["fidelity_by_path"] == result["fidelity"]
+    assert result["mean_iou_by_path"] == result["mean_iou"]
+    assert result["mean_iou"]["mean_iou"] == 0.25
+    assert result["depth_by_path"] == result["depth"]
+    assert result["depth"]["rmse"] == pytest.approx(0.5**0.5)
 
 
 @pytest.mark.parametrize("convert", [list, np.asarray, torch.tensor])
@@ -160,6 +171,34 @@ def test_fidelity_refuses_wrong_vectors(make_metric, predictions, references, op
 
 
 def test_names_are_listed_and_unknown_ones_refused():
-    assert {"RaptorAccuracy", "RaptorFidelity"} <= set(dir(raptor_hf.metrics))
-    with pytest.raises(AttributeError, match="has no attribute 'RaptorLoss'; it has RaptorAccuracy, RaptorFidelity"):
+    assert {"RaptorAccuracy", "RaptorDepth", "RaptorFidelity", "RaptorMeanIoU"} <= set(dir(raptor_hf.metrics))
+    with pytest.raises(AttributeError, match="has no attribute 'RaptorLoss'; it has RaptorAccuracy, RaptorDepth"):
         raptor_hf.metrics.RaptorLoss  # noqa: B018
+
+
+def test_mean_iou_is_that_of_the_streaming_sums(make_metric):
+    rng = np.random.default_rng(0)
+    predictions, labels = rng.integers(0, 3, (2, 4, 5, 6))
+    labels[:, 0] = 255
+    metric = make_metric("RaptorMeanIoU")
+    for rows in (slice(0, 3), slice(3, 4)):
+        metric.add_batch(predictions=predictions[rows], references=labels[rows])
+    scores = SegmentationScores(4)
+    scores.update(torch.tensor(predictions), torch.tensor(labels))
+    assert metric.compute(num_classes=4) == scores.compute()
+    ragged = {"predictions": [[[0, 1]], [[1], [0]]], "references": [[[0, 1]], [[1], [1]]]}  # maps of two sizes
+    assert make_metric("RaptorMeanIoU").compute(**ragged, num_classes=2)["iou"] == pytest.approx([1 / 2, 2 / 3])
+    with pytest.raises(ValueError, match="num_classes=0"):
+        make_metric("RaptorMeanIoU").compute(**ragged)
+
+
+def test_depth_is_that_of_the_streaming_sums(make_metric):
+    rng = np.random.default_rng(0)
+    predictions, labels = rng.uniform(1, 9, (2, 4, 5, 6))
+    labels[:, 0] = 0
+    scores = DepthScores(DepthRange(maximum=8.0, crop="none"))
+    scores.update(torch.tensor(predictions), torch.tensor(labels))
+    result = make_metric("RaptorDepth").compute(predictions=predictions, references=labels, maximum=8.0, crop="none")
+    assert result == pytest.approx(scores.compute(), rel=1e-12)
+    with pytest.raises(ValueError, match="the Eigen crop is defined for 480 x 640"):
+        make_metric("RaptorDepth").compute(predictions=predictions, references=labels)

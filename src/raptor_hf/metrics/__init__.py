@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accuracy import RaptorAccuracy
+    from .depth import RaptorDepth
     from .fidelity import RaptorFidelity
+    from .mean_iou import RaptorMeanIoU
 
-__all__ = ["RaptorAccuracy", "RaptorFidelity"]
+__all__ = ["RaptorAccuracy", "RaptorDepth", "RaptorFidelity", "RaptorMeanIoU"]
 
-_MODULES = {"RaptorAccuracy": "accuracy", "RaptorFidelity": "fidelity"}
+_MODULES = {
+    "RaptorAccuracy": "accuracy",
+    "RaptorDepth": "depth",
+    "RaptorFidelity": "fidelity",
+    "RaptorMeanIoU": "mean_iou",
+}
 
 
 def __getattr__(name: str) -> Any:
