@@ -27,6 +27,7 @@ RANKS = (
     "dense_metrics",
     "distillation",
     "data",
+    "dense_data",
     "streams",
     "teachers",
     "activations",

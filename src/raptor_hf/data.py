@@ -27,9 +27,9 @@ HELD_OUT = ("test", "testing", "validation", "valid", "val")
 # Names under which a split is looked for, in this order.
 SPLIT_NAMES = {"train": ("train", "training"), "test": HELD_OUT, "validation": HELD_OUT[2:]}
 # What Pillow raises on damaged data; an error that is not about the file is chained, so nothing is hidden.
-_READ_ERRORS = (OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError,
+READ_ERRORS = (OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError,
                 AssertionError, struct.error, Image.DecompressionBombError)  # fmt: skip
-_UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation to Image.Transpose
+UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF orientation to Image.Transpose
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -50,18 +50,18 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _decode(value: Any) -> Image.Image:
+def decode_image(value: Any) -> Image.Image:
     """Upright RGB image from a PIL image, file contents, a path, or the `{"bytes", "path"}` of `datasets`."""
     if isinstance(value, Mapping):
         value = value["path"] if value.get("bytes") is None else value["bytes"]
     if not isinstance(value, Image.Image):
         with Image.open(BytesIO(value) if isinstance(value, bytes) else value) as image:
-            return _decode(image)
+            return decode_image(image)
     value.load()
     method = None
-    with contextlib.suppress(*_READ_ERRORS):  # broken metadata never make an image unreadable
+    with contextlib.suppress(*READ_ERRORS):  # broken metadata never make an image unreadable
         # Not ImageOps.exif_transpose, which also rewrites the metadata and fails where they are broken.
-        method = _UPRIGHT.get(value.getexif().get(ExifTags.Base.Orientation, 1))
+        method = UPRIGHT.get(value.getexif().get(ExifTags.Base.Orientation, 1))
     if method is None:
         return to_rgb(value)
     rotated = to_rgb(value).transpose(Image.Transpose(method))
@@ -100,8 +100,8 @@ class ImageDataset(torch.utils.data.Dataset):
         try:
             value = self._images[row] if self._column is None else self._images[row][self._column]
             path = value.get("path") if isinstance(value, Mapping) else getattr(value, "filename", value)
-            image = _decode(value)
-        except _READ_ERRORS as error:
+            image = decode_image(value)
+        except READ_ERRORS as error:
             where = path if isinstance(path, (str, os.PathLike)) and path else f"row {row} of the source"
             damaged = f"image {index} of {self.name!r} ({where}) cannot be read: {error}"
             raise ValueError(f"{damaged}; replace it, or load with on_error='skip' to leave it out.") from error
@@ -279,7 +279,7 @@ def _from_object(source: Any, split: str | None, columns: tuple[Any, Any], name:
 def _readable(source: Any) -> Iterator[Any]:
     for row in range(len(source)):
         item = None  # in place of one that cannot be read
-        with contextlib.suppress(*_READ_ERRORS):
+        with contextlib.suppress(*READ_ERRORS):
             item = source[row]
         yield item
 

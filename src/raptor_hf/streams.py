@@ -25,16 +25,16 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from .data import (
-    _READ_ERRORS,
     HELD_OUT,
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
+    READ_ERRORS,
     SPLIT_NAMES,
     ImageDataset,
     PixelDataset,
     _choose_split,
-    _decode,
     _find_columns,
+    decode_image,
     load_images,
 )
 
@@ -118,13 +118,13 @@ class ImageStream(IterableDataset):
         try:
             if value is None:
                 raise ValueError("it has no image")
-            item: dict[str, Any] = {"image": _decode(value)}
+            item: dict[str, Any] = {"image": decode_image(value)}
             if self._label is not None:
                 if row[self._label] is None:
                     raise ValueError("it has no label")
                 item["label"] = int(row[self._label])
             return item
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             damaged = f"row {position} of {self.name!r} ({self._origin(row)}) cannot be read: {error}"
             if self.on_error == "raise":
                 raise ValueError(f"{damaged}; replace it, or load with on_error='skip' to leave it out.") from error
