@@ -1,6 +1,7 @@
 """The commands from the outside: real folders in, tables, files and exit codes out."""
 
 import json
+import re
 import tarfile
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
+import dense_sets
 from raptor_hf import RaptorModel
 from raptor_hf.cli import COMMANDS, main
 from raptor_hf.cli.report import merge_results
@@ -341,3 +343,49 @@ def test_a_run_of_several_processes_that_train_alone_is_refused(teacher, photos,
     argv = ["distill", str(teacher), "--dataset", str(photos), "--output-dir", str(tmp_path / "r")]
     assert main(argv) == 2
     assert "accelerate launch --multi_gpu --num_processes 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["segmentation", "depth"])
+def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
+    make = dense_sets.make_ade if task == "segmentation" else dense_sets.make_nyu_csv
+    data = make(tmp_path / "set")
+    argv = ["probe", task, str(distilled / "model"), "--reference", str(teacher), "--dataset", str(data), "--num-seeds",
+            "2", "--num-epochs", "2", "--batch-size", "4", "--image-size", "42", "--learning-rate", "1e-2",
+            "--max-images", "3", "--output-dir", str(tmp_path / "probe")]  # fmt: skip
+    options = [] if task == "segmentation" else ["--crop", "none", "--silog", "code", "--align", "paper"]
+    assert main([*argv, *options]) == 0
+    shown = capsys.readouterr()
+    metric, heading = ("mean_iou", "mIoU") if task == "segmentation" else ("rmse", "RMSE (m)")
+    assert re.search(rf"\| model +\| +{re.escape(heading)} +\|", shown.out)
+    assert "(train): 3 images" in shown.err
+    probe = results(tmp_path / "probe")["probe"]
+    assert (probe["metric"], probe["protocol"]["num_epochs"]) == (metric, 2)
+    assert probe["protocol"]["image_size"] == ([42, 42] if task == "segmentation" else [42, 56])
+    entry = probe["results"]["model"]
+    assert len(entry[metric]) == len(entry["details"]) == 2
+    assert entry["mean"] == pytest.approx(sum(entry[metric]) / 2)
+    whole = probe["results"]["teacher"]["mean"]
+    share = entry["mean"] / whole if task == "segmentation" else whole / entry["mean"]
+    assert entry["retained"] == pytest.approx(share)
+    report = (tmp_path / "probe" / "report.html").read_text()
+    assert f"{heading.split(' (')[0]} of each run" in report
+    assert "All metrics of the first head" in report
+    assert main(["card", str(distilled / "model"), "--probe", str(tmp_path / "probe")]) == 0
+    card = (distilled / "model" / "README.md").read_text()
+    assert f"| Model | {'mIoU (%)' if task == 'segmentation' else 'RMSE (m)'} | Retained |" in card
+    assert f"type: {metric}" in card
+    assert main([*argv, "--output-dir", str(tmp_path / "again"), "--dataset", str(tmp_path)]) == 2
+    assert "is not laid out as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "flow"], "--task flow is unknown; use one of classification, segmentation, depth"),
+        (["--crop", "none"], "--crop is an option of dense probes; leave it out of a classification"),
+    ],
+)
+def test_probe_options_that_do_not_fit(options, message, teacher, photos, tmp_path, capsys):
+    argv = ["probe", str(teacher), "--dataset", str(photos), "--output-dir", str(tmp_path / "probe")]
+    assert main([*argv, *options]) == 2
+    assert message in capsys.readouterr().err

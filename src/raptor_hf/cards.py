@@ -26,6 +26,7 @@ from .results import (
     as_number,
     as_text,
     json_text,
+    probe_metric,
     read_json,
     to_plain,
     without_folders,
@@ -38,6 +39,7 @@ CARD_FILE = "README.md"
 PICTURE_FILE = "schedule.png"
 _CLASSES = {"RaptorForImageClassification": ("AutoModelForImageClassification", "image-classification")}
 _BASE = ("AutoModel", "image-feature-extraction")
+_METRIC_NAMES = {"accuracy": "Top-1", "mean_iou": "Mean IoU", "rmse": "RMSE in metres"}
 _LEVELS = 4  # folders above a model in which its results are looked for: quickstart/k3/seed0/model
 
 
@@ -136,6 +138,7 @@ def model_card(
         fidelity=_fidelity_rows(entry.get("fidelity")),
         num_images=as_number((entry.get("fidelity") or {}).get("num_images"), form=",d"),
         probe=_probe_rows(probe, name),
+        probe_heading=probe_metric(probe)[0],
         probe_text=_probe_text(probe, _probe_dataset(results)),
         training=_training_rows(results, entry),
         command=results.get("command"),
@@ -226,16 +229,17 @@ def _card_data(
     results: Mapping[str, Any], name: str, teacher: str, license: str | None, pipeline_tag: str
 ) -> ModelCardData:
     dataset = (results.get("dataset") or {}).get("name")
-    score = ((results.get("probe") or {}).get("results") or {}).get(name) or {}
+    probe = results.get("probe") or {}
+    score, metric = (probe.get("results") or {}).get(name) or {}, probe.get("metric") or "accuracy"
     evaluation = None
     if score.get("mean") is not None:
         evaluation = [
             EvalResult(
-                task_type="image-classification",
+                task_type=probe.get("task") or "image-classification",
                 dataset_type=_probe_dataset(results) or "images",
                 dataset_name=_probe_dataset(results) or "images",
-                metric_type="accuracy",
-                metric_name="Top-1 of a linear probe on the frozen features",
+                metric_type=metric,
+                metric_name=f"{_METRIC_NAMES[metric]} of a linear probe on the frozen features",
                 metric_value=round(score["mean"], 6),
             )
         ]
@@ -285,13 +289,14 @@ def _probe_rows(probe: Mapping[str, Any], name: str) -> list[list[str]]:
     scores = probe.get("results") or {}
     if (scores.get(name) or {}).get("mean") is None:
         return []
-    rows = []
+    rows, scale = [], probe_metric(probe)[1]
+    form = ".2f" if scale == 100 else ".3f"
     for key in (TEACHER, name):
         if key in scores:
             entry = scores[key]
-            sigma = "" if entry.get("std") is None else f" ± {as_number(entry['std'], 100)}"
+            sigma = "" if entry.get("std") is None else f" ± {as_number(entry['std'], scale, form)}"
             rows.append(
-                [key, as_number(entry["mean"], 100, unit=sigma), as_number(entry.get("retained"), 100, ".1f", " %")]
+                [key, as_number(entry["mean"], scale, form, sigma), as_number(entry.get("retained"), 100, ".1f", " %")]
             )
     return rows
 

@@ -5,9 +5,10 @@ metres, with 0 where there is none. Nothing is resized here.
 """
 
 import contextlib
+import copy
 import csv
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -61,12 +62,19 @@ class DenseDataset(torch.utils.data.Dataset):
             raise ValueError(f"{name}: {len(images)} images and {len(labels)} labels; every image needs one.")
         self.name = name
         self._images, self._labels, self._read_label = images, labels, read_label
+        self._rows: Sequence[int] = range(len(images))
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self._rows)
+
+    def select(self, indices: Iterable[int]) -> "DenseDataset":
+        """The pairs at `indices`, in that order; nothing is read."""
+        subset = copy.copy(self)
+        subset._rows = [self._rows[index] for index in indices]
+        return subset
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = range(len(self))[index]
+        row = self._rows[index]
         image, label = self._images[row], self._labels[row]
         image_name, label_name = (_name_of(value, f"{row} of {self.name}") for value in (image, label))
         stored = _open(image, f"image {image_name}")

@@ -5,7 +5,7 @@ both are measured by the same code. Backbone, embeddings and final norm stay as 
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from .teachers import Teacher
 from .tokens import TokenLayout
 
 SELECT = ("last", "best")
+SCHEDULES = ("cosine", "constant")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class ProbeArguments:
         learning_rate, weight_decay: of AdamW.
         num_epochs: passes over the training images; 0 measures the untrained head.
         batch_size: images per step.
-        warmup_steps: linear warm-up from 1 % of the learning rate, at most a tenth of the run; then cosine to 1 %.
+        schedule: `"cosine"`, after a warm-up down to 1 % of the learning rate; or `"constant"`.
+        warmup_steps: linear warm-up of the cosine from 1 % of the learning rate, at most a tenth of the run.
         max_grad_norm: gradient clip, 0 for none.
         augment: `"crop_flip"` (RandomResizedCrop and flip, the paper's) runs the backbone anew in every epoch; `"none"`
             runs it once and keeps the features in memory.
@@ -92,10 +94,13 @@ class ProbeArguments:
     augment: str = "crop_flip"
     select: str = "last"
     seeds: tuple[int, ...] = (0, 1, 2)
+    schedule: str = "cosine"
 
     def __post_init__(self) -> None:
         if self.select not in SELECT:
             raise ValueError(f"select={self.select!r} is unknown; use one of {', '.join(SELECT)}.")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}.")
         if self.learning_rate <= 0 or self.num_epochs < 0 or self.batch_size < 1:
             raise ValueError(
                 f"learning_rate={self.learning_rate}, num_epochs={self.num_epochs}, batch_size={self.batch_size}: a "
@@ -111,12 +116,14 @@ class ProbeResult:
 
     Attributes:
         task: name of the task.
-        metric: name of the value that counts; greater is better.
+        metric: name of the value that counts.
         values: it, for every seed.
         num_scored: evaluation images that were scored, each once.
         num_skipped: damaged images left out of both sets.
         protocol: the [`ProbeArguments`].
         head: the last seed's head; not part of the dictionary.
+        details: every value of the metric, for every seed, where there is more than one.
+        greater_is_better: whether more of the value is better.
     """
 
     task: str
@@ -126,6 +133,8 @@ class ProbeResult:
     num_skipped: int
     protocol: dict[str, Any]
     head: nn.Module | None = field(default=None, repr=False, compare=False)
+    details: list[dict[str, Any]] = field(default_factory=list)
+    greater_is_better: bool = True
 
     @property
     def mean(self) -> float:
@@ -138,13 +147,15 @@ class ProbeResult:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def retained(self, teacher: "ProbeResult") -> float:
-        """Share of the teacher's mean that this one keeps."""
-        return self.mean / teacher.mean
+        """Share of the teacher's mean that this one keeps; of an error, the teacher's as a share of this one's."""
+        return self.mean / teacher.mean if self.greater_is_better else teacher.mean / self.mean
 
     def to_dict(self, teacher: "ProbeResult | None" = None) -> dict[str, Any]:
         """Plain values, with `"retained"` when the teacher's result is given."""
         values = {self.metric: self.values, "mean": self.mean, "std": self.std, "num_scored": self.num_scored}
         values["num_skipped"] = self.num_skipped
+        if self.details:
+            values["details"] = self.details
         return values if teacher is None else {**values, "retained": self.retained(teacher)}
 
 
@@ -257,26 +268,11 @@ class LinearProbe:
         evaluation: tuple[torch.Tensor, ...],
         description: str,
     ) -> tuple[nn.Module, float]:
-        options = self.arguments
         head = self._new_head(seed, evaluation[0])
-        optimizer = torch.optim.AdamW(head.parameters(), options.learning_rate, weight_decay=options.weight_decay)
-        steps = options.num_epochs * -(-len(self.train_images) // options.batch_size)
-        scheduler = get_scheduler(
-            "cosine_warmup_with_min_lr", optimizer, min(options.warmup_steps, steps // 10), max(steps, 1),
-            scheduler_specific_kwargs={"min_lr_rate": 0.01, "warmup_lr_rate": 0.01},
+        scores = train_head(
+            head, batches, self.arguments, len(self.train_images), loss=self.task.loss,
+            score=lambda head: self._score(head, *evaluation), description=description,
         )  # fmt: skip
-        scores = [self._score(head, *evaluation)] if options.select == "best" or steps == 0 else []
-        for epoch in tqdm(range(options.num_epochs), desc=description, leave=False, disable=None):
-            for features, labels in batches(epoch):
-                loss = self.task.loss(head(features), labels)
-                loss.backward()
-                if options.max_grad_norm > 0:
-                    nn.utils.clip_grad_norm_(head.parameters(), options.max_grad_norm)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if options.select == "best" or epoch == options.num_epochs - 1:
-                scores.append(self._score(head, *evaluation))
         return head, max(scores)
 
     def _new_head(self, seed: int, features: torch.Tensor) -> nn.Module:
@@ -291,11 +287,18 @@ class LinearProbe:
         return metric.compute(predictions=torch.cat(predictions).cpu(), references=labels.cpu())[self.primary_metric]
 
 
-class _FeatureExtractor:
-    """A batch of pixels and labels to float32 features and labels on the backbone's device, without gradients."""
+class FrozenBackbone:
+    """A Raptor or [`Teacher`] that does not learn: pixels to the final norm's output, float32, without gradients.
 
-    def __init__(self, backbone: RaptorModel | Teacher, task: ProbeTask) -> None:
-        self.device, self.task = backbone.device, task
+    Attributes:
+        layout, hidden_size, patch_size, device: of the backbone.
+    """
+
+    def __init__(self, backbone: RaptorModel | Teacher) -> None:
+        self.device = backbone.device
+        config = backbone.model.config if isinstance(backbone, Teacher) else backbone.config
+        size = config.patch_size
+        self.hidden_size, self.patch_size = config.hidden_size, size if isinstance(size, int) else size[0]
         if isinstance(backbone, Teacher):
             self.last_hidden_state, self.layout = backbone.last_hidden_state, backbone.layout
         else:
@@ -304,9 +307,71 @@ class _FeatureExtractor:
             self.layout = backbone.config.token_layout
 
     @torch.no_grad()
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Images `(batch_size, 3, height, width)` to `(batch_size, seq_length, hidden_size)`."""
+        return self.last_hidden_state(pixel_values.to(self.device)).float()
+
+
+class _FeatureExtractor:
+    """A batch of pixels and labels to float32 features and labels on the backbone's device, without gradients."""
+
+    def __init__(self, backbone: RaptorModel | Teacher, task: ProbeTask) -> None:
+        self.frozen, self.task = FrozenBackbone(backbone), task
+
+    @torch.no_grad()
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_states = self.last_hidden_state(batch["pixel_values"].to(self.device))
-        return self.task.features(hidden_states.float(), self.layout), batch["labels"].to(self.device)
+        hidden_states = self.frozen(batch["pixel_values"])
+        return self.task.features(hidden_states, self.frozen.layout), batch["labels"].to(self.frozen.device)
+
+
+def train_head(
+    head: nn.Module,
+    batches: Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor]]],
+    options: ProbeArguments,
+    num_images: int,
+    *,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    score: Callable[[nn.Module], Any],
+    description: str,
+) -> list[Any]:
+    """The loop of every probe: trains `head` in place.
+
+    Args:
+        head: features to outputs.
+        batches: function of the epoch to its features and labels.
+        options: how it is trained.
+        num_images: in an epoch.
+        loss: `(outputs, labels)` to a scalar.
+        score: the head to what it is worth.
+        description: shown beside the progress bar.
+
+    Returns:
+        what `score` gave: after the last epoch; with `select="best"` before the first and after every one.
+    """
+    optimizer = torch.optim.AdamW(head.parameters(), options.learning_rate, weight_decay=options.weight_decay)
+    steps = options.num_epochs * -(-num_images // options.batch_size)
+    scheduler = _scheduler(optimizer, options, steps)
+    scores = [score(head)] if options.select == "best" or steps == 0 else []
+    for epoch in tqdm(range(options.num_epochs), desc=description, leave=False, disable=None):
+        for features, labels in batches(epoch):
+            loss(head(features), labels).backward()
+            if options.max_grad_norm > 0:
+                nn.utils.clip_grad_norm_(head.parameters(), options.max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if options.select == "best" or epoch == options.num_epochs - 1:
+            scores.append(score(head))
+    return scores
+
+
+def _scheduler(optimizer: torch.optim.Optimizer, options: ProbeArguments, steps: int) -> Any:
+    if options.schedule == "constant":
+        return get_scheduler("constant", optimizer)
+    return get_scheduler(
+        "cosine_warmup_with_min_lr", optimizer, min(options.warmup_steps, steps // 10), max(steps, 1),
+        scheduler_specific_kwargs={"min_lr_rate": 0.01, "warmup_lr_rate": 0.01},
+    )  # fmt: skip
 
 
 def _num_classes(train_images: ImageDataset, eval_images: ImageDataset) -> int:

@@ -20,6 +20,7 @@ from .results import (
     TEACHER,
     as_number,
     as_text,
+    probe_metric,
     summary_rows,
     to_plain,
     without_folders,
@@ -29,6 +30,7 @@ from .tokens import TOKEN_GROUPS, schedule_segments
 
 _NUMBER = re.compile(r"[-−]?\d[\d,.]*(e[-+]?\d+)?( %| ± [\d.]+)?")
 Block = dict[str, Any]
+PROBE_AXES = {"accuracy": "top-1 accuracy (%)", "mean_iou": "mean IoU (%)"}
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head>
@@ -160,19 +162,36 @@ def _fidelity_section(results: dict[str, Any]) -> list[Block]:
 def _accuracy_section(results: dict[str, Any]) -> list[Block]:
     probe = results.get("probe") or {}
     entries = {name: entry for name, entry in (probe.get("results") or {}).items() if entry.get("mean") is not None}
-    blocks = []
-    if entries:
+    blocks, (heading, scale) = [], probe_metric(probe)
+    metric = probe.get("metric") or "accuracy"
+    if entries and scale == 100:
         bars = {name: (entry["mean"], entry.get("std")) for name, entry in entries.items()}
         retained = {name: entry.get("retained") for name, entry in entries.items()}
-        figure = plots.accuracy_figure(bars, reference_name=TEACHER if TEACHER in bars else None, retained=retained)
+        figure = plots.accuracy_figure(
+            bars, PROBE_AXES[metric], reference_name=TEACHER if TEACHER in bars else None, retained=retained
+        )
         task = f": {probe['task']}" if probe.get("task") else ""
         blocks.append(_figure("accuracy", figure, f"Probe on the frozen features{task}"))
-    runs = {name: entry["accuracy"] for name, entry in entries.items() if entry.get("accuracy")}
+    runs = {name: entry[metric] for name, entry in entries.items() if entry.get(metric)}
     if runs:
         columns = range(max(map(len, runs.values())))
-        rows = [[name, *(as_number(dict(enumerate(run)).get(i), 100) for i in columns)] for name, run in runs.items()]
-        blocks.append(_table("Top-1 of each run (%)", rows, ["Model", *(f"Run {i + 1}" for i in columns)]))
+        form = ".2f" if scale == 100 else ".3f"
+        rows = [
+            [name, *(as_number(dict(enumerate(run)).get(i), scale, form) for i in columns)]
+            for name, run in runs.items()
+        ]
+        title, _, unit = heading.partition(" (")
+        blocks.append(_table(f"{title} of each run ({unit}", rows, ["Model", *(f"Run {i + 1}" for i in columns)]))
+    blocks += _details(entries)
     return blocks + _settings("Protocol of the probe", probe.get("protocol"))
+
+
+def _details(entries: dict[str, Any]) -> list[Block]:
+    """Every metric that is one number, of each model's first head."""
+    firsts = {name: entry["details"][0] for name, entry in entries.items() if entry.get("details")}
+    names = [key for key, value in next(iter(firsts.values()), {}).items() if isinstance(value, (int, float))]
+    rows = [[key, *(as_text(first.get(key)) for first in firsts.values())] for key in names]
+    return [_table("All metrics of the first head", rows, ["Metric", *firsts])] if rows else []
 
 
 def _training_section(results: dict[str, Any]) -> list[Block]:

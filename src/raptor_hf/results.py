@@ -13,7 +13,8 @@ phases       tokens, num_images, similarity [[float]], partitions {"3": {block_s
 models       [{name, path (relative to the report), num_blocks, block_schedule, num_parameters, seeds,
                fidelity {r2 {group: [float]}, cosine {group: [float]}, num_images, definition},
                training {history [{step, ...}], any other setting}}]
-probe        task, dataset, protocol {}, results {"teacher" or a model's name: {accuracy [float], mean, std, retained}}
+probe        task, metric (absent: accuracy), dataset, protocol {},
+             results {"teacher" or a model's name: {METRIC [float], mean, std, retained, details [{every metric}]}}
 ```
 """
 
@@ -43,6 +44,9 @@ RESULTS_FORMAT = 1
 RESULTS_FILE = "results.json"
 ABSENT, TEACHER = "–", "teacher"
 HEADER = "Model|Blocks|Schedule|Parameters|Of teacher|Top-1 (%)|Retained|Mean R²|Last-layer R²|Mean cosine".split("|")
+_PROBE_COLUMN = HEADER.index("Top-1 (%)")
+# What a probe's values are called, and times what they are shown.
+PROBE_METRICS = {"accuracy": ("Top-1 (%)", 100), "mean_iou": ("mIoU (%)", 100), "rmse": ("RMSE (m)", 1)}
 # Beside preset, student, steps, batch size and learning rate; what a card says of a training.
 RECORDED_ARGUMENTS = (
     "weight_decay",
@@ -255,17 +259,24 @@ def summary_rows(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
     results = to_plain(results)
     teacher = results.get("teacher") or {}
     probed = dict((results.get("probe") or {}).get("results") or {})
-    whole = teacher.get("num_parameters")
+    whole, scale = teacher.get("num_parameters"), probe_metric(results.get("probe") or {})[1]
     rows = []
     if teacher or TEACHER in probed:
         name = f"{teacher['name']} ({TEACHER})" if teacher.get("name") else TEACHER
         entry = {"num_blocks": teacher.get("num_layers"), "num_parameters": whole}
-        rows.append([name, *_summary_cells(entry, None, probed.pop(TEACHER, {}))])
+        rows.append([name, *_summary_cells(entry, None, probed.pop(TEACHER, {}), scale)])
     for model in results.get("models") or []:
-        rows.append([model["name"], *_summary_cells(model, whole, probed.pop(model["name"], {}))])
-    rows += [[name, *_summary_cells({}, None, entry)] for name, entry in probed.items()]
+        rows.append([model["name"], *_summary_cells(model, whole, probed.pop(model["name"], {}), scale)])
+    rows += [[name, *_summary_cells({}, None, entry, scale)] for name, entry in probed.items()]
+    header = list(HEADER)
+    header[_PROBE_COLUMN] = probe_metric(results.get("probe") or {})[0]
     kept = [index for index in range(len(HEADER)) if index == 0 or any(row[index] != ABSENT for row in rows)]
-    return [HEADER[index] for index in kept], [[row[index] for index in kept] for row in rows]
+    return [header[index] for index in kept], [[row[index] for index in kept] for row in rows]
+
+
+def probe_metric(probe: Mapping[str, Any]) -> tuple[str, int]:
+    """Heading of a probe's values, and what they are multiplied by."""
+    return PROBE_METRICS[probe.get("metric") or "accuracy"]
 
 
 def without_folders(data: Any, folder: str | None = None) -> Any:
@@ -292,18 +303,23 @@ def write_file(path: Path, content: bytes) -> Path:
     return path
 
 
-def _summary_cells(model: Mapping[str, Any], whole: int | None, probe: Mapping[str, Any]) -> list[str]:
-    """Cells of one row of [`summary_rows`] behind the name; `whole` is the teacher's number of parameters."""
+def _summary_cells(
+    model: Mapping[str, Any], whole: int | None, probe: Mapping[str, Any], scale: int = 100
+) -> list[str]:
+    """Cells of one row of [`summary_rows`] behind the name; `whole` is the teacher's number of parameters, `scale` what
+    a probe's values are multiplied by.
+    """
+    form = ".2f" if scale == 100 else ".3f"
     schedule, parameters = model.get("block_schedule"), model.get("num_parameters")
     curves = [((model.get("fidelity") or {}).get(key) or {}).get("all") or [None] for key in CURVES]
     mean_r2, mean_cosine = (None if None in curve else math.fsum(curve) / len(curve) for curve in curves)
-    sigma = "" if probe.get("std") is None else f" ± {as_number(probe['std'], 100)}"
+    sigma = "" if probe.get("std") is None else f" ± {as_number(probe['std'], scale, form)}"
     return [
         as_text(model.get("num_blocks")),
         str(Phases.from_schedule(schedule)) if schedule else ABSENT,
         as_number(parameters, form=",d"),
         as_number(parameters / whole if parameters is not None and whole else None, 100, ".1f", " %"),
-        as_number(probe.get("mean"), 100, unit=sigma),
+        as_number(probe.get("mean"), scale, form, sigma),
         as_number(probe.get("retained"), 100, ".1f", " %"),
         as_number(mean_r2, form=".3f"),
         as_number(curves[0][-1], form=".3f"),

@@ -1,14 +1,20 @@
-"""`raptor-hf probe MODEL [MODEL ...]`: a linear probe of frozen backbones, the same code for Raptors and ViTs."""
+"""`raptor-hf probe [classification|segmentation|depth] MODEL [MODEL ...]`: a linear probe of frozen backbones, the same
+code for Raptors and ViTs.
+"""
 
+import dataclasses
 import shlex
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
+from ..dense_data import DenseDataset, load_depth, load_segmentation
+from ..dense_probes import DENSE_TASKS, DenseProbe, scaled
 from ..modeling_raptor import RaptorModel
 from ..probes import LinearProbe, ProbeArguments
 from ..report import write_report
@@ -18,6 +24,9 @@ from .common import ImageArguments, check_finished, load_split
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
+
+TASKS = ("classification", *DENSE_TASKS)
+_COLUMNS = {"accuracy": "top-1", "mean_iou": "mIoU", "rmse": "RMSE (m)"}
 
 
 @dataclass
@@ -31,13 +40,32 @@ class ProbeCommandArguments:
     )
     reference: str | None = field(default=None, metadata={"help": "Model that retained accuracy is relative to."})
     random_baseline: bool = field(default=False, metadata={"help": "Also probe the reference's shape, untrained."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW; small sets need more, such as 1e-2."})
-    weight_decay: float = field(default=1e-2, metadata={"help": "Of AdamW."})
-    num_epochs: int = field(default=15, metadata={"help": "Passes over the training images."})
-    batch_size: int = field(default=512, metadata={"help": "Images per step."})
-    warmup_steps: int = field(default=100, metadata={"help": "At most a tenth of the run."})
-    augment: str = field(default="crop_flip", metadata={"help": "crop_flip, or none (features are computed once)."})
+    task: str = field(
+        default="classification", metadata={"help": "classification, segmentation (ADE20k) or depth (NYUv2)."}
+    )
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Of AdamW; default the paper's. Small sets need more, such as 1e-2."}
+    )
+    weight_decay: float | None = field(default=None, metadata={"help": "Of AdamW; default the paper's."})
+    num_epochs: int | None = field(
+        default=None, metadata={"help": "Passes over the training images; default the paper's 15, 10 or 25."}
+    )
+    batch_size: int | None = field(
+        default=None, metadata={"help": "Images per step; default the paper's 512, 32 or 128."}
+    )
+    warmup_steps: int | None = field(
+        default=None, metadata={"help": "At most a tenth of the run; default the paper's."}
+    )
+    augment: str | None = field(
+        default=None, metadata={"help": "crop_flip, crop_flip_jitter (depth), or none (features are computed once)."}
+    )
     select: str = field(default="last", metadata={"help": "last epoch, or best on the evaluation set."})
+    eval_size: str | None = field(
+        default=None, metadata={"help": "Segmentation, depth: score labels at native size, or at the images' (input)."}
+    )
+    silog: str | None = field(default=None, metadata={"help": "Depth: SILog with AdaBins' root (adabins), or code."})
+    align: str | None = field(default=None, metadata={"help": "Depth: cut the padding off (padding), or paper."})
+    crop: str | None = field(default=None, metadata={"help": "Depth: score the eigen crop, or none."})
     num_seeds: int = field(default=3, metadata={"help": "Heads trained; mean and sigma are over them."})
     num_workers: int = field(default=0, metadata={"help": "Processes that read images."})
     output_dir: str = field(default="runs/probe", metadata={"help": "Folder of the results."})
@@ -50,7 +78,10 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: for wrong input.
     """
-    args, images = parse("probe", [ProbeCommandArguments, ImageArguments], argv, ["models"], description=__doc__)
+    words = ["--task", argv[0], *argv[1:]] if argv[:1] and argv[0] in TASKS else argv
+    args, images = parse("probe", [ProbeCommandArguments, ImageArguments], words, ["models"], description=__doc__)
+    if args.task not in TASKS:
+        raise UsageError(f"--task {args.task} is unknown; use one of {', '.join(TASKS)}.")
     names = list(dict.fromkeys(([args.reference] if args.reference else []) + args.models))
     if not names:
         raise UsageError("no model given; name folders or Hub ids of Raptors or ViTs.")
@@ -60,16 +91,7 @@ def main(argv: list[str]) -> int:
     check_finished(output_dir, args.overwrite)
     if args.overwrite:
         shutil.rmtree(output_dir, ignore_errors=True)
-    probe = LinearProbe(
-        load_split(images, images.train_split),
-        load_split(images, images.eval_split),
-        ProbeArguments(
-            learning_rate=args.learning_rate, weight_decay=args.weight_decay, num_epochs=args.num_epochs,
-            batch_size=args.batch_size, warmup_steps=args.warmup_steps, augment=args.augment, select=args.select,
-            seeds=tuple(range(args.num_seeds)),
-        ),
-        image_size=images.image_size, num_workers=args.num_workers,
-    )  # fmt: skip
+    probe = _make_probe(args, images)
     labels = _labels(names)
     if args.reference and "teacher" not in labels:
         labels[0] = "teacher"  # what reports call the reference
@@ -87,6 +109,7 @@ def main(argv: list[str]) -> int:
     )
     results["probe"] = {
         "task": probe.task.name,
+        "metric": probe.primary_metric,
         "dataset": public_name(images.dataset),
         "protocol": probe.get_config_dict(),
         "results": {label: outcome.to_dict(teacher) for label, outcome in outcomes.items()},
@@ -97,9 +120,43 @@ def main(argv: list[str]) -> int:
         [label, outcome.mean, outcome.std, None if teacher is None else outcome.retained(teacher), outcome.num_scored]
         for label, outcome in outcomes.items()
     ]
-    table(["model", "top-1", "sigma", "retained", "images"], rows, title=results["title"])
+    table(["model", _COLUMNS[probe.primary_metric], "sigma", "retained", "images"], rows, title=results["title"])
     note(f"wrote {output_dir}")
     return 0
+
+
+def _make_probe(args: ProbeCommandArguments, images: ImageArguments) -> LinearProbe | DenseProbe:
+    changes: dict[str, Any] = {
+        "learning_rate": args.learning_rate, "weight_decay": args.weight_decay, "num_epochs": args.num_epochs,
+        "batch_size": args.batch_size, "warmup_steps": args.warmup_steps, "augment": args.augment,
+        "select": args.select, "seeds": tuple(range(args.num_seeds)),
+    }  # fmt: skip
+    own = {"eval_size": args.eval_size, "silog": args.silog, "align": args.align, "crop": args.crop}
+    if args.task == "classification":
+        if given := [name for name, value in own.items() if value is not None]:
+            raise UsageError(f"--{given[0]} is an option of dense probes; leave it out of a classification.")
+        arguments = dataclasses.replace(ProbeArguments(), **{k: v for k, v in changes.items() if v is not None})
+        splits = (load_split(images, images.train_split), load_split(images, images.eval_split))
+        return LinearProbe(*splits, arguments, image_size=images.image_size, num_workers=args.num_workers)
+    task, defaults = DENSE_TASKS[args.task]
+    if images.image_size is not None:  # the longer side follows in the ratio of the task's own size
+        height, width = defaults.image_size
+        changes["image_size"] = (images.image_size, round(images.image_size * width / height))
+    train, evaluation = (
+        _load_pairs(args.task, images, split) for split in (images.train_split, str(images.eval_split))
+    )
+    return DenseProbe(task, train, evaluation, scaled(defaults, **changes, **own), num_workers=args.num_workers)
+
+
+def _load_pairs(task: str, images: ImageArguments, split: str) -> DenseDataset:
+    """Images with a label for every pixel, announced on stderr."""
+    load = load_segmentation if task == "segmentation" else load_depth
+    pairs = load(images.dataset, split, revision=images.dataset_revision)
+    if images.max_images is not None and images.max_images < len(pairs):
+        order = np.random.default_rng(0).permutation(len(pairs))[: images.max_images]
+        pairs = pairs.select(sorted(order.tolist()))
+    note(f"{pairs.name} ({split}): {len(pairs)} images")
+    return pairs
 
 
 def _labels(names: list[str]) -> list[str]:

@@ -1,0 +1,338 @@
+"""Linear probes for every pixel: segmentation (ADE20k) and depth (NYUv2) of arXiv 2512.19941, App. A.4.
+
+Two tasks as data ([`DenseTask`]), trained by the loop of [`~raptor_hf.probes`]. Backbone, embeddings and final norm
+stay as they are; only the head, one linear map of a patch's features, learns.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from .dense_data import ADE_CLASSES, IGNORE_INDEX, DenseDataset
+from .dense_metrics import CROPS, DepthRange, DepthScores, SegmentationScores
+from .dense_pixels import DensePixels, Frame, collate_dense
+from .modeling_raptor import RaptorModel
+from .probes import FrozenBackbone, ProbeArguments, ProbeResult, train_head
+from .teachers import Teacher
+from .tokens import TokenLayout
+
+SILOG = ("adabins", "code")
+EVAL_SIZES = ("native", "input")
+DEPTH_BINS = 256
+_NO_BIN = -100
+_UPSAMPLING = 4  # of the grid of patches, before depths are read off
+_SILOG_EPSILON = 1e-3
+
+
+@dataclass(frozen=True)
+class DenseProbeArguments(ProbeArguments):
+    """How a dense head is trained and scored; [`SEGMENTATION_ARGUMENTS`] and [`DEPTH_ARGUMENTS`] are the paper's.
+
+    Attributes:
+        image_size: height and width that images are resized to; padded around to a multiple of the patch.
+        scale: share of an image's area that a training crop keeps.
+        eval_size: labels are scored at their `"native"` size, or resized to the images' (`"input"`, the research code
+            for ADE20k).
+        silog: `"adabins"` takes the root as AdaBins defines it, `"code"` does not, as the research code.
+        align: see [`~raptor_hf.dense_pixels.Frame`].
+        crop: pixels that a depth is scored on, see [`~raptor_hf.dense_metrics.DepthRange`].
+
+    Raises:
+        ValueError: if a value is out of range or unknown.
+    """
+
+    augment: str = "crop_flip"
+    image_size: tuple[int, int] = (518, 518)
+    scale: tuple[float, float] = (0.5, 1.0)
+    eval_size: str = "native"
+    silog: str = "adabins"
+    align: str = "padding"
+    crop: str = "eigen"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, allowed in (("eval_size", EVAL_SIZES), ("silog", SILOG), ("crop", CROPS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
+        Frame(self.image_size, 1, self.align)
+
+
+SEGMENTATION_ARGUMENTS = DenseProbeArguments(learning_rate=1e-3, weight_decay=1e-2, num_epochs=10, batch_size=32)
+DEPTH_ARGUMENTS = DenseProbeArguments(
+    learning_rate=1e-3, weight_decay=1e-3, num_epochs=25, batch_size=128, schedule="constant", warmup_steps=0,
+    max_grad_norm=0.0, augment="crop_flip_jitter", image_size=(480, 640), scale=(0.5, 2.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DenseTask:
+    """What is probed.
+
+    Attributes:
+        name: of the task, as the Hub calls it.
+        features: `(final norm's output (batch_size, seq_length, hidden_size), layout, grid)` to the head's input
+            `(batch_size, channels, rows, columns)`.
+        num_outputs: channels of the head's output.
+        loss: `(head's output, labels (batch_size, height, width), frame, arguments)` to a scalar.
+        predict: `(head's output of one image, size, frame)` to a prediction `(height, width)`.
+        scores: arguments to what sums the metrics up.
+        primary_metric, greater_is_better: the value that counts.
+        keep_ratio: whether training crops keep the image's ratio.
+    """
+
+    name: str
+    features: Callable[[torch.Tensor, TokenLayout, tuple[int, int]], torch.Tensor]
+    num_outputs: int
+    loss: Callable[[torch.Tensor, torch.Tensor, Frame, DenseProbeArguments], torch.Tensor]
+    predict: Callable[[torch.Tensor, tuple[int, int], Frame], torch.Tensor]
+    scores: Callable[[DenseProbeArguments], Any]
+    primary_metric: str
+    greater_is_better: bool
+    keep_ratio: bool = False
+
+
+def patch_features(hidden_states: torch.Tensor, layout: TokenLayout, grid: tuple[int, int]) -> torch.Tensor:
+    """Patch tokens as a picture, `(batch_size, hidden_size, rows, columns)`: no cls token, no registers."""
+    return layout.select(hidden_states, "patch").unflatten(1, grid).permute(0, 3, 1, 2)
+
+
+def patch_and_cls_features(hidden_states: torch.Tensor, layout: TokenLayout, grid: tuple[int, int]) -> torch.Tensor:
+    """Each patch with the cls token behind it, `(batch_size, 2 * hidden_size, rows, columns)`."""
+    patches = patch_features(hidden_states, layout, grid)
+    cls_token = layout.select(hidden_states, "cls").transpose(1, 2).unsqueeze(-1)
+    return torch.cat([patches, cls_token.expand_as(patches)], dim=1)
+
+
+def segmentation_loss(
+    logits: torch.Tensor, labels: torch.Tensor, frame: Frame, arguments: DenseProbeArguments
+) -> torch.Tensor:
+    """Cross entropy of the logits at the labels' size, without pixels of label 255; 0 if there is no other.
+
+    Logits of 150 classes at 518 x 518 pixels are 160 MB an image: they are made image by image, and again for the
+    gradient, so that no more than one image's are there at a time.
+    """
+    num_pixels = (labels != IGNORE_INDEX).sum()
+    if num_pixels == 0:
+        return 0.0 * logits.sum()
+
+    def error(own: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Sum over the pixels of one image."""
+        resized = frame.to_labels(own[None], (label.shape[0], label.shape[1]))
+        return nn.functional.cross_entropy(resized, label[None], ignore_index=IGNORE_INDEX, reduction="sum")
+
+    sums = [checkpoint(error, own, label, use_reentrant=False) for own, label in zip(logits, labels, strict=True)]
+    return torch.stack(sums).sum() / num_pixels
+
+
+def bin_centres(device: torch.device | None = None, valid: DepthRange | None = None) -> torch.Tensor:
+    """Middles of 256 equal bins of the valid range, in metres."""
+    valid = valid or DepthRange()
+    width = (valid.maximum - valid.minimum) / DEPTH_BINS
+    return valid.minimum + width * (torch.arange(DEPTH_BINS, device=device) + 0.5)
+
+
+def depth_of(logits: torch.Tensor) -> torch.Tensor:
+    """Depth in metres `(batch_size, 1, 4 rows, 4 columns)`: the bins' middles, weighted by the softmax of the logits,
+    which are resized to four times the grid first (a linear head commutes with it).
+    """
+    weights = _upsampled(logits).softmax(dim=1)
+    return torch.einsum("bkhw,k->bhw", weights, bin_centres(logits.device)).unsqueeze(1)
+
+
+def depth_bins(depths: torch.Tensor) -> torch.Tensor:
+    """Number of the bin of depths in metres, 0 .. 255; -100, which no loss counts, outside of 0.001 .. 10 m."""
+    valid = DepthRange()
+    inside = depths.isfinite() & (depths >= valid.minimum) & (depths <= valid.maximum)
+    share = (torch.where(inside, depths, 1.0) - valid.minimum) / (valid.maximum - valid.minimum)
+    return torch.where(inside, (share * DEPTH_BINS).long().clamp(0, DEPTH_BINS - 1), _NO_BIN)
+
+
+def depth_loss(
+    logits: torch.Tensor, labels: torch.Tensor, frame: Frame, arguments: DenseProbeArguments
+) -> torch.Tensor:
+    """`10 * SILog + CE`: scale-invariant error (weight 0.85 of the mean) of the depths, and cross entropy of the bins
+    with labels of the grid's size, nearest; pixels without a depth in 0.001 .. 10 m are in neither. 0 if all are.
+    """
+    bins = depth_bins(labels)
+    valid = bins != _NO_BIN
+    if not valid.any():
+        return 0.0 * logits.sum()
+    predicted = frame.to_labels(depth_of(logits), (labels.shape[1], labels.shape[2])).squeeze(1)
+    error = (predicted[valid] + _SILOG_EPSILON).log() - (labels[valid] + _SILOG_EPSILON).log()
+    silog = error.square().mean() - 0.85 * error.mean().square()
+    if arguments.silog == "adabins":
+        silog = silog.clamp(min=1e-12).sqrt()  # the root of 0 has no gradient
+    fine = _upsampled(logits)
+    padded = frame.pad(labels, 0.0).unsqueeze(1)
+    targets = depth_bins(nn.functional.interpolate(padded, tuple(fine.shape[-2:]), mode="nearest-exact")).squeeze(1)
+    if not (targets != _NO_BIN).any():
+        return 10 * silog
+    return 10 * silog + nn.functional.cross_entropy(fine, targets, ignore_index=_NO_BIN)
+
+
+SEGMENTATION = DenseTask(
+    name="semantic-segmentation",
+    features=patch_features,
+    num_outputs=ADE_CLASSES,
+    loss=segmentation_loss,
+    predict=lambda logits, size, frame: frame.to_labels(logits, size).argmax(dim=1)[0],
+    scores=lambda arguments: SegmentationScores(ADE_CLASSES, IGNORE_INDEX),
+    primary_metric="mean_iou",
+    greater_is_better=True,
+)
+DEPTH = DenseTask(
+    name="depth-estimation",
+    features=patch_and_cls_features,
+    num_outputs=DEPTH_BINS,
+    loss=depth_loss,
+    predict=lambda logits, size, frame: frame.to_labels(depth_of(logits), size)[0, 0],
+    scores=lambda arguments: DepthScores(DepthRange(crop=arguments.crop)),
+    primary_metric="rmse",
+    greater_is_better=False,
+    keep_ratio=True,
+)
+DENSE_TASKS = {"segmentation": (SEGMENTATION, SEGMENTATION_ARGUMENTS), "depth": (DEPTH, DEPTH_ARGUMENTS)}
+
+
+class DenseProbe:
+    """Trains and scores a dense head on a frozen backbone: `probe(backbone, processor) -> ProbeResult`.
+
+    Args:
+        task: [`SEGMENTATION`] or [`DEPTH`].
+        train_pairs, eval_pairs: images with a label for every pixel.
+        arguments: how the head is trained; the task's own by default.
+        num_workers: processes that read images.
+
+    Raises:
+        ValueError: if a set is empty.
+    """
+
+    def __init__(
+        self,
+        task: DenseTask,
+        train_pairs: DenseDataset,
+        eval_pairs: DenseDataset,
+        arguments: DenseProbeArguments | None = None,
+        *,
+        num_workers: int = 0,
+    ) -> None:
+        for name, pairs in (("training", train_pairs), ("evaluation", eval_pairs)):
+            if len(pairs) == 0:
+                raise ValueError(f"the {name} set of a probe is empty.")
+        default = SEGMENTATION_ARGUMENTS if task.primary_metric == "mean_iou" else DEPTH_ARGUMENTS
+        self.task, self.train_pairs, self.eval_pairs = task, train_pairs, eval_pairs
+        self.arguments, self.num_workers = arguments or default, num_workers
+
+    @property
+    def primary_metric(self) -> str:
+        """Name of the value that counts."""
+        return self.task.primary_metric
+
+    @property
+    def greater_is_better(self) -> bool:
+        """Whether more of it is better."""
+        return self.task.greater_is_better
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The protocol, as plain values."""
+        return asdict(self.arguments)
+
+    def __call__(self, backbone: RaptorModel | Teacher, processor: Any, description: str = "probe") -> ProbeResult:
+        """Probes `backbone` with images put through `processor`.
+
+        Args:
+            backbone: a Raptor or a [`Teacher`], which may be any supported ViT, random ones too.
+            processor: its image processor, which normalises.
+            description: shown beside the progress bar.
+        """
+        frozen, options = FrozenBackbone(backbone), self.arguments
+        frame = Frame(options.image_size, frozen.patch_size, options.align)
+        evaluation = DensePixels(self.eval_pairs, processor, frame, resize_labels=options.eval_size == "input")
+        outcomes, head = [], None
+        for seed in options.seeds:
+            training = DensePixels(
+                self.train_pairs, processor, frame, augment=options.augment, scale=options.scale,
+                keep_ratio=self.task.keep_ratio, resize_labels=True, seed=seed,
+            )  # fmt: skip
+            head = self._new_head(seed, frozen)
+            scores = train_head(
+                head, self._batches(seed, training, frozen, frame), options, len(self.train_pairs),
+                loss=lambda outputs, labels: self.task.loss(outputs, labels, frame, options),
+                score=lambda head: self._score(head, evaluation, frozen, frame),
+                description=f"{description}: seed {seed}",
+            )  # fmt: skip
+            best = max if self.greater_is_better else min
+            outcomes.append(best(scores, key=lambda values: values[self.primary_metric]))
+        return ProbeResult(
+            self.task.name, self.primary_metric, [values[self.primary_metric] for values in outcomes],
+            len(self.eval_pairs), 0, self.get_config_dict(), head, details=outcomes,
+            greater_is_better=self.greater_is_better,
+        )  # fmt: skip
+
+    def _new_head(self, seed: int, frozen: FrozenBackbone) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            channels = frozen.hidden_size * (2 if self.task.features is patch_and_cls_features else 1)
+            return nn.Conv2d(channels, self.task.num_outputs, kernel_size=1).to(frozen.device)
+
+    def _loader(self, pixels: DensePixels, **kwargs: Any) -> DataLoader:
+        return DataLoader(
+            pixels, self.arguments.batch_size, collate_fn=collate_dense, num_workers=self.num_workers, **kwargs
+        )
+
+    @torch.no_grad()
+    def _features(self, pixel_values: torch.Tensor, frozen: FrozenBackbone, frame: Frame) -> torch.Tensor:
+        hidden_states = frozen(pixel_values)
+        return self.task.features(hidden_states, frozen.layout, frame.grid)
+
+    def _batches(
+        self, seed: int, pixels: DensePixels, frozen: FrozenBackbone, frame: Frame
+    ) -> Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+        """Function of the epoch to that epoch's features and labels, in an order of seed and epoch."""
+        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def epoch_batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            """Batches of one epoch; without augmentation each image goes through the backbone once."""
+            generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+            if pixels.augment != "none":
+                pixels.set_epoch(epoch)
+                for batch in self._loader(pixels, shuffle=True, generator=generator):
+                    features = self._features(batch["pixel_values"], frozen, frame)
+                    yield features, torch.stack(batch["labels"]).to(frozen.device)
+                return
+            if not kept:
+                for batch in self._loader(pixels, generator=torch.Generator()):
+                    features = self._features(batch["pixel_values"], frozen, frame)
+                    for feature, label in zip(features, batch["labels"], strict=True):
+                        kept[len(kept)] = feature, label.to(frozen.device)
+            for chosen in torch.randperm(len(kept), generator=generator).split(self.arguments.batch_size):
+                rows = [kept[int(index)] for index in chosen]
+                yield torch.stack([feature for feature, _ in rows]), torch.stack([label for _, label in rows])
+
+        return epoch_batches
+
+    @torch.no_grad()
+    def _score(self, head: nn.Module, pixels: DensePixels, frozen: FrozenBackbone, frame: Frame) -> dict[str, Any]:
+        scores = self.task.scores(self.arguments)
+        loader = self._loader(pixels, generator=torch.Generator())
+        for batch in tqdm(loader, desc="scoring", leave=False, disable=None):
+            outputs = head(self._features(batch["pixel_values"], frozen, frame))
+            for output, label in zip(outputs, batch["labels"], strict=True):
+                size = (label.shape[0], label.shape[1])
+                scores.update(self.task.predict(output[None], size, frame), label)
+        return scores.compute()
+
+
+def scaled(arguments: DenseProbeArguments, **changes: Any) -> DenseProbeArguments:
+    """The arguments with those `changes` that are not `None`."""
+    return replace(arguments, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _upsampled(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.interpolate(logits, scale_factor=_UPSAMPLING, mode="bilinear", align_corners=False)
