@@ -389,3 +389,29 @@ def test_probe_options_that_do_not_fit(options, message, teacher, photos, tmp_pa
     argv = ["probe", str(teacher), "--dataset", str(photos), "--output-dir", str(tmp_path / "probe")]
     assert main([*argv, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["export", "distill", "probe"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_folder_without_whole_weights_is_named(command, sharded, distilled, teacher, tmp_path, capsys):
+    folder = distilled / "model"
+    (folder / "model.safetensors").unlink()
+    if sharded:
+        (folder / "pytorch_model_fsdp_0").mkdir()
+    argv = {
+        "export": ["export", str(folder), "--output-dir", str(tmp_path / "out")],
+        "distill": [
+            "distill",
+            str(teacher),
+            "--student",
+            str(folder),
+            "--use-cpu",
+            "--output-dir",
+            str(tmp_path / "out"),
+        ],
+        "probe": ["probe", str(folder), "--output-dir", str(tmp_path / "out")],
+    }[command]
+    assert main(argv) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{folder} has no model.safetensors" in error
+    assert ("only the shards of a run on several processes, pytorch_model_fsdp_0/" in error) == sharded

@@ -9,7 +9,7 @@ from huggingface_hub.utils import httpx
 
 from ..cards import load_config
 from ..data import ImageDataset, PixelDataset, load_images
-from ..hub import push_folder
+from ..hub import INDEX, WEIGHTS, push_folder
 from ..results import RESULTS_FILE
 from ..teachers import Teacher
 from .console import note, status, warn
@@ -109,6 +109,23 @@ def saved_raptor(folder: str | None) -> Any:
     if folder is None:
         raise UsageError("no folder given; name one that holds a saved Raptor, as OUTPUT_DIR/model.")
     return load_config(folder)
+
+
+def require_weights(folder: str) -> None:
+    """Refuses a folder that has no whole weights, such as a checkpoint of a run whose processes saved a shard each.
+
+    Raises:
+        UsageError: if there is neither `model.safetensors` nor its index.
+    """
+    path = Path(folder)
+    if any((path / name).is_file() for name in (WEIGHTS, INDEX)):
+        return
+    shards = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and entry.name.startswith("pytorch_model"))
+    found = f"only the shards of a run on several processes, {shards[0]}/" if shards else "a configuration alone"
+    raise UsageError(
+        f"{folder} has no {WEIGHTS} ({found}); name the run's OUTPUT_DIR/model, or run with "
+        "fsdp_state_dict_type: FULL_STATE_DICT as examples/accelerate/fsdp2.yaml has it, which saves whole weights."
+    )
 
 
 def check_finished(output_dir: Path, overwrite: bool) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoImageProcessor
 from ..data import PixelDataset, collate_pixels, load_images
 from ..export import export_model
 from ..modeling_raptor import RaptorForImageClassification, RaptorModel
-from .common import saved_raptor
+from .common import require_weights, saved_raptor
 from .console import note, status
 from .parsing import parse
 from .values import UsageError
@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
     """
     (args,) = parse("export", [ExportArguments], argv, ["folder"], description=__doc__)
     config = saved_raptor(args.folder)
+    require_weights(args.folder)
     output_dir = Path(args.output_dir or args.folder)
     if args.format == "safetensors" and output_dir.resolve() == Path(args.folder).resolve():
         raise UsageError("safetensors would replace the model itself; give another --output_dir.")

@@ -20,7 +20,7 @@ from ..probes import LinearProbe, ProbeArguments
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, write_json
 from ..teachers import Teacher, public_name
-from .common import ImageArguments, check_finished, load_split
+from .common import ImageArguments, check_finished, load_split, require_weights
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
@@ -170,6 +170,8 @@ def _load(name: str) -> tuple[Any, Any]:
     try:
         config = AutoConfig.from_pretrained(name)
         if config.model_type == "raptor":
+            if Path(name).is_dir():
+                require_weights(name)
             model, processor = RaptorModel.from_pretrained(name), AutoImageProcessor.from_pretrained(name)
             return _to_accelerator(model), processor
         teacher = Teacher.from_pretrained(name)

@@ -15,6 +15,7 @@ from ..results import read_json
 from ..runs import PHASES_FILE, discover_phases
 from ..streams import ImageStream
 from ..teachers import Teacher
+from .common import require_weights
 from .console import status
 from .training_data import phase_pixels
 from .values import UsageError
@@ -68,6 +69,7 @@ def started(student: StudentArguments) -> RaptorModel | None:
     if given:
         raise UsageError(f"--student and --{given[0]} exclude each other; the Raptor has its blocks already.")
     load_config(student.student)
+    require_weights(student.student)
     return RaptorModel.from_pretrained(student.student, dtype=torch.float32)
 
 
