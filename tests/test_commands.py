@@ -11,7 +11,8 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 import dense_sets
-from raptor_hf import RaptorModel
+from raptor_hf import RaptorModel, dense_probes, probes
+from raptor_hf import report as report_module
 from raptor_hf.cli import COMMANDS, main
 from raptor_hf.cli.report import merge_results
 from raptor_hf.data import dinov2_processor
@@ -415,3 +416,49 @@ def test_a_folder_without_whole_weights_is_named(command, sharded, distilled, te
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{folder} has no model.safetensors" in error
     assert ("only the shards of a run on several processes, pytorch_model_fsdp_0/" in error) == sharded
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_an_interrupted_probe_goes_on_by_seed(task, teacher, distilled, photos, tmp_path, monkeypatch, capsys):
+    data = photos if task == "classification" else dense_sets.make_ade(tmp_path / "set", train=3, validation=2)
+    argv = ["probe", task, str(distilled / "model"), "--reference", str(teacher), "--dataset", str(data), "--num-seeds",
+            "2", "--num-epochs", "1", "--batch-size", "4", "--image-size", "28", "--augment", "none"]  # fmt: skip
+    module = probes if task == "classification" else dense_probes
+    trained, original = [], module.train_head
+
+    def train_head(*args, **kwargs):
+        if len(trained) == fail_after:
+            raise KeyboardInterrupt
+        trained.append(kwargs["description"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "train_head", train_head)
+    fail_after = -1
+    assert main([*argv, "--output-dir", str(tmp_path / "straight")]) == 0
+    trained.clear()
+    fail_after = 3
+    assert main([*argv, "--output-dir", str(tmp_path / "broken")]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "broken" / "results.json").exists()
+    fail_after = -1
+    assert main([*argv, "--output-dir", str(tmp_path / "broken")]) == 0
+    assert trained == ["teacher: seed 0", "teacher: seed 1", "model: seed 0", "model: seed 1"]
+    straight, broken = (results(tmp_path / name)["probe"]["results"] for name in ("straight", "broken"))
+    assert straight == broken
+    assert not (tmp_path / "broken" / "progress.json").exists()
+
+
+def test_progress_of_other_settings_is_not_used(teacher, photos, tmp_path, monkeypatch):
+    argv = ["probe", str(teacher), "--dataset", str(photos), "--num-seeds", "1", "--image-size", "28"]
+    argv += ["--augment", "none", "--output-dir", str(tmp_path / "probe")]
+    seeds = []
+    original = probes.train_head
+    monkeypatch.setattr(probes, "train_head", lambda *a, **k: seeds.append(1) or original(*a, **k))
+    write = report_module.write_report
+    monkeypatch.setattr("raptor_hf.cli.probe.write_report", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main([*argv, "--num-epochs", "1"]) == 130
+    assert (tmp_path / "probe" / "progress.json").is_file()
+    assert not (tmp_path / "probe" / "results.json").exists()
+    monkeypatch.setattr("raptor_hf.cli.probe.write_report", write)
+    assert main([*argv, "--num-epochs", "2"]) == 0
+    assert len(seeds) == 2

@@ -93,6 +93,11 @@ def test_features_are_cls_and_mean_patch_without_registers():
     torch.testing.assert_close(IMAGE_CLASSIFICATION.features(states, TokenLayout(3)), features)
 
 
+def test_a_share_of_nothing_is_none():
+    zero, one = (ProbeResult("task", "mean_iou", [value], 1, 0, {}) for value in (0.0, 1.0))
+    assert (one.retained(zero), zero.retained(one)) == (None, 0.0)
+
+
 def test_image_size_replaces_the_processors(teacher, processor):
     arguments = ProbeArguments(**{**FAST, "seeds": (0,)})
     result = LinearProbe(coloured(24), coloured(10, shift=1), arguments, image_size=42)(teacher, processor)

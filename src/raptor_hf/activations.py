@@ -150,7 +150,7 @@ class ActivationCache(torch.utils.data.Dataset):
         Raises:
             ValueError: if its weights are others.
         """
-        if _weights_digest(teacher.model) != self.made_of["teacher_weights"]:
+        if weights_digest(teacher.model) != self.made_of["teacher_weights"]:
             raise ValueError(
                 f"the activation cache in {self.folder} was made by teacher {self.made_of['teacher']!r} with other "
                 f"weights than those of {public_name(teacher.name_or_path)!r}; use its teacher, or make another cache."
@@ -251,7 +251,7 @@ def describe(teacher: Teacher, pixels: PixelDataset) -> dict[str, Any]:
     processor = {name: value for name, value in pixels.processor.to_dict().items() if name not in _NOT_PIXELS}
     return {
         "teacher": public_name(teacher.name_or_path),
-        "teacher_weights": _weights_digest(teacher.model),
+        "teacher_weights": weights_digest(teacher.model),
         "image_size": list(pixels[0]["pixel_values"].shape[1:]),
         "processor": json.loads(json.dumps(processor, default=str, sort_keys=True)),
         "dataset": public_name(pixels.images.name),
@@ -375,7 +375,8 @@ def _checksum(states: torch.Tensor) -> int:
     return zlib.crc32(states.contiguous().view(torch.uint8).numpy().data)
 
 
-def _weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of a model's state, names and values."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())

@@ -4,7 +4,7 @@ Two tasks as data ([`DenseTask`]), trained by the loop of [`~raptor_hf.probes`].
 stay as they are; only the head, one linear map of a patch's features, learns.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -243,19 +243,26 @@ class DenseProbe:
         """The protocol, as plain values."""
         return asdict(self.arguments)
 
-    def __call__(self, backbone: RaptorModel | Teacher, processor: Any, description: str = "probe") -> ProbeResult:
+    def __call__(
+        self,
+        backbone: RaptorModel | Teacher,
+        processor: Any,
+        description: str = "probe",
+        outcomes: MutableMapping[int, Any] | None = None,
+    ) -> ProbeResult:
         """Probes `backbone` with images put through `processor`.
 
         Args:
             backbone: a Raptor or a [`Teacher`], which may be any supported ViT, random ones too.
             processor: its image processor, which normalises.
             description: shown beside the progress bar.
+            outcomes: as in [`~raptor_hf.probes.LinearProbe`].
         """
         frozen, options = FrozenBackbone(backbone), self.arguments
         frame = Frame(options.image_size, frozen.patch_size, options.align)
         evaluation = DensePixels(self.eval_pairs, processor, frame, resize_labels=options.eval_size == "input")
-        outcomes, head = [], None
-        for seed in options.seeds:
+        outcomes, head = {} if outcomes is None else outcomes, None
+        for seed in (seed for seed in options.seeds if seed not in outcomes):
             training = DensePixels(
                 self.train_pairs, processor, frame, augment=options.augment, scale=options.scale,
                 keep_ratio=self.task.keep_ratio, resize_labels=True, seed=seed,
@@ -268,10 +275,11 @@ class DenseProbe:
                 description=f"{description}: seed {seed}",
             )  # fmt: skip
             best = max if self.greater_is_better else min
-            outcomes.append(best(scores, key=lambda values: values[self.primary_metric]))
+            outcomes[seed] = best(scores, key=lambda values: values[self.primary_metric])
+        details = [outcomes[seed] for seed in options.seeds]
         return ProbeResult(
-            self.task.name, self.primary_metric, [values[self.primary_metric] for values in outcomes],
-            len(self.eval_pairs), 0, self.get_config_dict(), head, details=outcomes,
+            self.task.name, self.primary_metric, [values[self.primary_metric] for values in details],
+            len(self.eval_pairs), 0, self.get_config_dict(), head, details=details,
             greater_is_better=self.greater_is_better,
         )  # fmt: skip
 

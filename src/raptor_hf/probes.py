@@ -5,7 +5,7 @@ both are measured by the same code. Backbone, embeddings and final norm stay as 
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -121,7 +121,7 @@ class ProbeResult:
         num_scored: evaluation images that were scored, each once.
         num_skipped: damaged images left out of both sets.
         protocol: the [`ProbeArguments`].
-        head: the last seed's head; not part of the dictionary.
+        head: the last head that was trained; not part of the dictionary.
         details: every value of the metric, for every seed, where there is more than one.
         greater_is_better: whether more of the value is better.
     """
@@ -146,9 +146,12 @@ class ProbeResult:
         """Standard deviation over the seeds (of a sample); `None` for one seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
-    def retained(self, teacher: "ProbeResult") -> float:
-        """Share of the teacher's mean that this one keeps; of an error, the teacher's as a share of this one's."""
-        return self.mean / teacher.mean if self.greater_is_better else teacher.mean / self.mean
+    def retained(self, teacher: "ProbeResult") -> float | None:
+        """Share of the teacher's mean that this one keeps; of an error, the teacher's as a share of this one's. `None`
+        if it would be a share of 0.
+        """
+        part, whole = (self, teacher) if self.greater_is_better else (teacher, self)
+        return part.mean / whole.mean if whole.mean else None
 
     def to_dict(self, teacher: "ProbeResult | None" = None) -> dict[str, Any]:
         """Plain values, with `"retained"` when the teacher's result is given."""
@@ -199,14 +202,41 @@ class LinearProbe:
         """The protocol, as plain values."""
         return {**asdict(self.arguments), "image_size": self.image_size, "num_classes": self.num_classes}
 
-    def __call__(self, backbone: RaptorModel | Teacher, processor: Any, description: str = "probe") -> ProbeResult:
+    def __call__(
+        self,
+        backbone: RaptorModel | Teacher,
+        processor: Any,
+        description: str = "probe",
+        outcomes: MutableMapping[int, Any] | None = None,
+    ) -> ProbeResult:
         """Probes `backbone` with images put through `processor`.
 
         Args:
             backbone: a Raptor or a [`Teacher`], which may be any supported ViT, random ones too.
             processor: its image processor.
             description: shown beside the progress bar.
+            outcomes: what seeds gave, by seed: those that are there are taken from it, the others are put there as soon
+                as they are known. A run that is interrupted can go on from it.
         """
+        outcomes = {} if outcomes is None else outcomes
+        missing, head = [seed for seed in self.arguments.seeds if seed not in outcomes], None
+        if missing:
+            head = self._train_seeds(missing, backbone, processor, description, outcomes)
+        return ProbeResult(
+            self.task.name, self.primary_metric, [outcomes[seed] for seed in self.arguments.seeds],
+            len(self.eval_images), self.train_images.num_skipped + self.eval_images.num_skipped,
+            self.get_config_dict(), head,
+        )  # fmt: skip
+
+    def _train_seeds(
+        self,
+        seeds: Sequence[int],
+        backbone: RaptorModel | Teacher,
+        processor: Any,
+        description: str,
+        outcomes: MutableMapping[int, Any],
+    ) -> nn.Module | None:
+        """Trains a head for each of the seeds; returns the last one."""
         extract = _FeatureExtractor(backbone, self.task)
         pixels = {
             "train": PixelDataset(
@@ -218,15 +248,11 @@ class LinearProbe:
         train_features = None
         if self.arguments.augment == "none":
             train_features = self._all(extract, pixels["train"], f"{description}: training features")
-        values = []
-        for seed in self.arguments.seeds:
+        head = None
+        for seed in seeds:
             batches = self._batches(seed, extract, pixels["train"], train_features)
-            head, best = self._train(seed, batches, eval_features, f"{description}: seed {seed}")
-            values.append(best)
-        return ProbeResult(
-            self.task.name, self.primary_metric, values, len(self.eval_images),
-            self.train_images.num_skipped + self.eval_images.num_skipped, self.get_config_dict(), head,
-        )  # fmt: skip
+            head, outcomes[seed] = self._train(seed, batches, eval_features, f"{description}: seed {seed}")
+        return head
 
     def _loader(self, pixels: PixelDataset, **kwargs: Any) -> DataLoader:
         return DataLoader(

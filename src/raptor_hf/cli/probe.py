@@ -5,6 +5,8 @@ code for Raptors and ViTs.
 import dataclasses
 import shlex
 import shutil
+from collections import UserDict
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,20 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
+from ..activations import weights_digest
 from ..dense_data import DenseDataset, load_depth, load_segmentation
 from ..dense_probes import DENSE_TASKS, DenseProbe, scaled
 from ..modeling_raptor import RaptorModel
 from ..probes import LinearProbe, ProbeArguments
 from ..report import write_report
-from ..results import RESULTS_FILE, new_results, write_json
+from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..teachers import Teacher, public_name
 from .common import ImageArguments, check_finished, load_split, require_weights
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
 
+PROGRESS_FILE = "progress.json"
 TASKS = ("classification", *DENSE_TASKS)
 _COLUMNS = {"accuracy": "top-1", "mean_iou": "mIoU", "rmse": "RMSE (m)"}
 
@@ -99,10 +103,13 @@ def main(argv: list[str]) -> int:
     reference = next(iter(backbones)) if args.reference else ""
     if args.random_baseline:
         backbones["random"] = _random(backbones[reference])
+    progress = _Progress(
+        output_dir / PROGRESS_FILE, {"task": args.task, **dataclasses.asdict(images), **probe.get_config_dict()}
+    )
     outcomes = {}
     for label, (backbone, processor) in backbones.items():
         with status(f"probing {label}"):
-            outcomes[label] = probe(backbone, processor, label)
+            outcomes[label] = probe(backbone, processor, label, progress.of(backbone))
     teacher = outcomes.get(reference)
     results = new_results(
         f"Linear probe on {public_name(images.dataset)}", shlex.join(["raptor-hf", "probe", *argv]), 0
@@ -114,8 +121,9 @@ def main(argv: list[str]) -> int:
         "protocol": probe.get_config_dict(),
         "results": {label: outcome.to_dict(teacher) for label, outcome in outcomes.items()},
     }
-    write_json(output_dir / RESULTS_FILE, results)
     write_report(output_dir, results)
+    write_json(output_dir / RESULTS_FILE, results)  # last: a run is finished when its results are there
+    progress.path.unlink(missing_ok=True)
     rows = [
         [label, outcome.mean, outcome.std, None if teacher is None else outcome.retained(teacher), outcome.num_scored]
         for label, outcome in outcomes.items()
@@ -123,6 +131,38 @@ def main(argv: list[str]) -> int:
     table(["model", _COLUMNS[probe.primary_metric], "sigma", "retained", "images"], rows, title=results["title"])
     note(f"wrote {output_dir}")
     return 0
+
+
+class _Progress:
+    """What seeds gave so far, in a file that an interrupted command goes on from; of other settings it is not used.
+
+    A backbone is known by its weights, so that one that was trained again is probed again.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, to_plain({k: v for k, v in settings.items() if k != "seeds"})
+        found = read_json(path) if path.is_file() else {}
+        self.seeds: dict[str, dict[str, Any]] = found["seeds"] if found.get("settings") == self.settings else {}
+
+    def of(self, backbone: RaptorModel | Teacher) -> MutableMapping[int, Any]:
+        """Outcomes of a backbone by seed, written to the file as they come."""
+        model = backbone.model if isinstance(backbone, Teacher) else backbone
+        own = self.seeds.setdefault(weights_digest(model), {})
+        return _Outcomes(own, lambda: write_json(self.path, {"settings": self.settings, "seeds": self.seeds}))
+
+
+class _Outcomes(UserDict):
+    """Outcomes by seed over a mapping with text keys, as JSON has them."""
+
+    def __init__(self, stored: dict[str, Any], write: Callable[[], Any]) -> None:
+        super().__init__({int(seed): value for seed, value in stored.items()})
+        self.stored, self.write = stored, write
+
+    def __setitem__(self, seed: int, value: Any) -> None:
+        super().__setitem__(seed, value)
+        if hasattr(self, "stored"):  # not while the stored ones are taken over
+            self.stored[str(seed)] = value
+            self.write()
 
 
 def _make_probe(args: ProbeCommandArguments, images: ImageArguments) -> LinearProbe | DenseProbe:
