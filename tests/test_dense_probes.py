@@ -19,15 +19,10 @@ from raptor_hf.dense_probes import (
     SEGMENTATION_ARGUMENTS,
     DenseProbe,
     DenseProbeArguments,
-    bin_centres,
-    depth_bins,
-    depth_loss,
-    depth_of,
-    patch_and_cls_features,
-    patch_features,
+    probe_bins,
     scaled,
-    segmentation_loss,
 )
+from raptor_hf.modeling_raptor_dense import patch_and_cls_features, patch_features
 from raptor_hf.tokens import TokenLayout
 
 FAST = {"image_size": (42, 56), "batch_size": 4, "seeds": (0,), "learning_rate": 3e-2, "augment": "none"}
@@ -86,10 +81,10 @@ def test_features_are_patches_in_their_places_without_registers(registers):
 
 def test_bins_cover_the_range_and_invalid_depths_have_none():
     depths = torch.tensor([0.0, -1.0, math.nan, math.inf, 10.1, 0.001, 9.97, 10.0, 5.0])
-    bins = depth_bins(depths)
+    bins = probe_bins().numbers(depths)
     assert bins[:5].tolist() == [-100] * 5
     assert bins[5:8].tolist() == [0, 255, 255]
-    centres = bin_centres()
+    centres = probe_bins().centres()
     assert (centres[bins[5:]] - depths[5:]).abs().max() <= (10 - 0.001) / 256 / 2 + 1e-6
     assert centres[255] == pytest.approx(9.98, abs=0.001)
 
@@ -97,9 +92,9 @@ def test_bins_cover_the_range_and_invalid_depths_have_none():
 def test_a_depth_is_the_mean_of_bins_by_their_weight():
     logits = torch.full((1, 256, 2, 2), -50.0)
     logits[:, 10], logits[:, 20] = 0.0, math.log(3)
-    depth = depth_of(logits)
+    depth = probe_bins().depths(logits)
     assert depth.shape == (1, 1, 8, 8)
-    expected = 0.25 * bin_centres()[10] + 0.75 * bin_centres()[20]
+    expected = 0.25 * probe_bins().centres()[10] + 0.75 * probe_bins().centres()[20]
     torch.testing.assert_close(depth, expected.expand(1, 1, 8, 8))
 
 
@@ -113,13 +108,13 @@ def test_the_depth_loss_is_the_papers(silog):
     labels[0, :3] = 0  # no depth
     labels[1, 5] = 11.0  # out of range
     valid = (labels > 0) & (labels <= 10)
-    error = (depth_of(logits)[:, 0][valid] + 1e-3).log() - (labels[valid] + 1e-3).log()
+    error = (probe_bins().depths(logits)[:, 0][valid] + 1e-3).log() - (labels[valid] + 1e-3).log()
     squared = (error**2).mean() - 0.85 * error.mean() ** 2
     fine = torch.nn.functional.interpolate(logits, scale_factor=4, mode="bilinear").permute(0, 2, 3, 1)[valid]
     targets = ((labels[valid] - 1e-3) / (10 - 1e-3) * 256).long().clamp(max=255)
     expected = 10 * (squared.sqrt() if silog == "adabins" else squared)
     expected = expected + torch.nn.functional.cross_entropy(fine, targets)
-    torch.testing.assert_close(depth_loss(logits, labels, frame, arguments), expected)
+    torch.testing.assert_close(DEPTH.loss(logits, labels, frame, arguments), expected)
 
 
 def test_the_farthest_depth_can_be_learnt():
@@ -127,13 +122,13 @@ def test_the_farthest_depth_can_be_learnt():
     frame, labels = Frame((4, 4), 4), torch.full((1, 4, 4), 9.97)
     logits = torch.zeros(1, 256, 1, 1, requires_grad=True)
     optimizer = torch.optim.Adam([logits], 0.5)
-    first = depth_loss(logits, labels, frame, DEPTH_ARGUMENTS)
+    first = DEPTH.loss(logits, labels, frame, DEPTH_ARGUMENTS)
     assert first > 1
     for _ in range(60):
         optimizer.zero_grad()
-        depth_loss(logits, labels, frame, DEPTH_ARGUMENTS).backward()
+        DEPTH.loss(logits, labels, frame, DEPTH_ARGUMENTS).backward()
         optimizer.step()
-    assert depth_of(logits).mean().item() == pytest.approx(9.98, abs=0.02)
+    assert probe_bins().depths(logits).mean().item() == pytest.approx(9.98, abs=0.02)
 
 
 def test_pixels_to_ignore_have_no_loss_and_no_gradient():
@@ -141,8 +136,8 @@ def test_pixels_to_ignore_have_no_loss_and_no_gradient():
     logits = torch.randn(1, 150, 2, 2, requires_grad=True)
     nothing = torch.full((1, 28, 28), 255)
     for loss in (
-        segmentation_loss(logits, nothing, frame, arguments),
-        depth_loss(torch.randn(1, 256, 2, 2, requires_grad=True), torch.zeros(1, 28, 28), frame, DEPTH_ARGUMENTS),
+        SEGMENTATION.loss(logits, nothing, frame, arguments),
+        DEPTH.loss(torch.randn(1, 256, 2, 2, requires_grad=True), torch.zeros(1, 28, 28), frame, DEPTH_ARGUMENTS),
     ):
         assert loss == 0
         loss.backward()
@@ -151,7 +146,7 @@ def test_pixels_to_ignore_have_no_loss_and_no_gradient():
     half[:, :, :14] = 7
     resized = frame.to_labels(logits, (28, 28)).permute(0, 2, 3, 1)[half != 255]
     expected = torch.nn.functional.cross_entropy(resized, torch.full((len(resized),), 7))
-    torch.testing.assert_close(segmentation_loss(logits, half, frame, arguments), expected)
+    torch.testing.assert_close(SEGMENTATION.loss(logits, half, frame, arguments), expected)
 
 
 # ---- Probes ----

@@ -8,7 +8,14 @@ import onnxruntime
 import pytest
 import torch
 
-from raptor_hf import RaptorBackbone, RaptorForImageClassification, RaptorModel, export
+from raptor_hf import (
+    RaptorBackbone,
+    RaptorForDepthEstimation,
+    RaptorForImageClassification,
+    RaptorForSemanticSegmentation,
+    RaptorModel,
+    export,
+)
 from raptor_hf.cli import main
 from raptor_hf.export import export_model
 from raptor_hf.quickstart import digits_processor
@@ -62,6 +69,17 @@ def test_a_classifier_gives_logits(make_model, tmp_path):
         (logits,) = torch.export.load(path).module()(images)
         torch.testing.assert_close(logits, model.float()(images).logits)
     assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("head", [RaptorForSemanticSegmentation, RaptorForDepthEstimation])
+def test_dense_heads_are_exported(head, make_model, tmp_path):
+    model = make_model(head, num_labels=3, num_depth_bins=8)
+    path, difference = export_model(model, tmp_path, "torch-export")
+    assert difference < 1e-5
+    images = torch.randn(2, 3, 28, 70)
+    with torch.no_grad():
+        (output,) = torch.export.load(path).module()(images)
+        torch.testing.assert_close(output, model(images)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_safetensors_by_command_in_bfloat16(make_model, tmp_path):

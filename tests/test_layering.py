@@ -17,7 +17,14 @@ import pytest
 PACKAGE = "raptor_hf"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
-HUB_FILES = ("tokens", "configuration_raptor", "modeling_raptor_layers", "modeling_raptor")
+HUB_FILES = (
+    "tokens",
+    "configuration_raptor",
+    "modeling_raptor_layers",
+    "modeling_raptor_init",
+    "modeling_raptor_dense",
+    "modeling_raptor",
+)
 # A module imports only from modules that stand before it. A folder is one entry; `__init__` is the package itself.
 RANKS = (
     *HUB_FILES,
@@ -66,6 +73,8 @@ RANKS = (
 MODEL_FREE = ("phases", "dynamics", "losses", "fidelity", "dense_metrics", "metrics")
 MODEL_OR_TRAINER = {
     "modeling_raptor_layers",
+    "modeling_raptor_init",
+    "modeling_raptor_dense",
     "modeling_raptor",
     "distillation",
     "arguments",

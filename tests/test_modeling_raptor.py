@@ -679,7 +679,7 @@ def test_embeddings_and_final_norm_are_the_teachers_and_frozen(init, make_teache
 )
 def test_other_mlp_starts_at_random_and_says_so(fields, rows, make_teacher, monkeypatch):
     messages = []
-    monkeypatch.setattr(modeling.logger, "warning", messages.append)
+    monkeypatch.setattr("raptor_hf.modeling_raptor_init.logger.warning", messages.append)
     teacher = make_teacher()
     model = RaptorModel.from_teacher(teacher, (2, 1), init="first", mlp_type="swiglu", **fields)
     assert model.config.mlp_type == "swiglu"

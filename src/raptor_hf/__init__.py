@@ -6,10 +6,23 @@ Importing the package registers the Auto classes and nothing else; every name be
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoBackbone, AutoConfig, AutoModel, AutoModelForImageClassification
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoModel,
+    AutoModelForDepthEstimation,
+    AutoModelForImageClassification,
+    AutoModelForSemanticSegmentation,
+)
 
 from .configuration_raptor import RaptorConfig
-from .modeling_raptor import RaptorBackbone, RaptorForImageClassification, RaptorModel
+from .modeling_raptor import (
+    RaptorBackbone,
+    RaptorForDepthEstimation,
+    RaptorForImageClassification,
+    RaptorForSemanticSegmentation,
+    RaptorModel,
+)
 
 if TYPE_CHECKING:
     from .phases import Phases, find_phases, layer_similarity
@@ -23,7 +36,9 @@ __all__ = [
     "RaptorBackbone",
     "RaptorConfig",
     "RaptorDistillationTrainer",
+    "RaptorForDepthEstimation",
     "RaptorForImageClassification",
+    "RaptorForSemanticSegmentation",
     "RaptorModel",
     "Teacher",
     "find_phases",
@@ -42,11 +57,15 @@ AutoConfig.register("raptor", RaptorConfig, exist_ok=True)
 AutoModel.register(RaptorConfig, RaptorModel, exist_ok=True)
 AutoBackbone.register(RaptorConfig, RaptorBackbone, exist_ok=True)
 AutoModelForImageClassification.register(RaptorConfig, RaptorForImageClassification, exist_ok=True)
+AutoModelForSemanticSegmentation.register(RaptorConfig, RaptorForSemanticSegmentation, exist_ok=True)
+AutoModelForDepthEstimation.register(RaptorConfig, RaptorForDepthEstimation, exist_ok=True)
 # A saved model brings its code along, for where this package is not installed.
 RaptorConfig.register_for_auto_class()
 RaptorModel.register_for_auto_class("AutoModel")
 RaptorBackbone.register_for_auto_class("AutoBackbone")
 RaptorForImageClassification.register_for_auto_class("AutoModelForImageClassification")
+RaptorForSemanticSegmentation.register_for_auto_class("AutoModelForSemanticSegmentation")
+RaptorForDepthEstimation.register_for_auto_class("AutoModelForDepthEstimation")
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,11 @@ from .tokens import TOKEN_GROUPS
 
 CARD_FILE = "README.md"
 PICTURE_FILE = "schedule.png"
-_CLASSES = {"RaptorForImageClassification": ("AutoModelForImageClassification", "image-classification")}
+_CLASSES = {
+    "RaptorForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+    "RaptorForSemanticSegmentation": ("AutoModelForSemanticSegmentation", "image-segmentation"),
+    "RaptorForDepthEstimation": ("AutoModelForDepthEstimation", "depth-estimation"),
+}
 _BASE = ("AutoModel", "image-feature-extraction")
 _METRIC_NAMES = {"accuracy": "Top-1", "mean_iou": "Mean IoU", "rmse": "RMSE in metres"}
 _LEVELS = 4  # folders above a model in which its results are looked for: quickstart/k3/seed0/model

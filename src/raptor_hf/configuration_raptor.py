@@ -53,6 +53,10 @@ class RaptorConfig(BackboneConfigMixin, PreTrainedConfig):
         interpolate_antialias (`bool`, defaults to `True`): whether positions are interpolated with antialiasing; true
             for DINOv2 with registers alone.
         initializer_range (`float`, defaults to 0.02): standard deviation of random weights.
+        num_depth_bins (`int`, defaults to 256): bins of depth that [`RaptorForDepthEstimation`] classifies (App. A.4).
+        min_depth, max_depth (`float`, defaults to 0.001 and 10): metres that the bins cover, NYUv2's.
+        semantic_loss_ignore_index (`int`, defaults to 255): label of pixels that [`RaptorForSemanticSegmentation`] does
+            not learn from.
         teacher_name_or_path (`str`, *optional*): where the teacher came from.
         teacher_revision (`str`, *optional*): its revision.
         out_features (`list[str]`, *optional*): feature maps of [`RaptorBackbone`], of `"stem"` (the embeddings) and
@@ -97,6 +101,10 @@ class RaptorConfig(BackboneConfigMixin, PreTrainedConfig):
     adapter_rank: int = 0
     interpolate_antialias: bool = True
     initializer_range: float = 0.02
+    num_depth_bins: int = 256
+    min_depth: float | int = 1e-3
+    max_depth: float | int = 10.0
+    semantic_loss_ignore_index: int = 255
     teacher_name_or_path: str | None = None
     teacher_revision: str | None = None
     apply_layernorm: bool = True
@@ -210,6 +218,11 @@ def check_config(config: PreTrainedConfig) -> None:
     if not 0 <= config.adapter_rank <= config.hidden_size:
         raise ValueError(
             f"adapter_rank={config.adapter_rank} must lie between 0 (no adapters) and hidden_size={config.hidden_size}."
+        )
+    if config.num_depth_bins < 2 or not 0 < config.min_depth < config.max_depth:
+        raise ValueError(
+            f"num_depth_bins={config.num_depth_bins}, min_depth={config.min_depth}, max_depth={config.max_depth}: give "
+            "at least 2 bins and a range of metres with 0 < min_depth < max_depth."
         )
     if config.layer_norm_eps <= 0:
         raise ValueError(f"layer_norm_eps={config.layer_norm_eps} must be positive; DINOv2 uses 1e-6.")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -18,16 +17,13 @@ from .dense_data import ADE_CLASSES, IGNORE_INDEX, DenseDataset
 from .dense_metrics import CROPS, DepthRange, DepthScores, SegmentationScores
 from .dense_pixels import DensePixels, Frame, collate_dense
 from .modeling_raptor import RaptorModel
+from .modeling_raptor_dense import DepthBins, depth_loss, patch_and_cls_features, patch_features, segmentation_loss
 from .probes import FrozenBackbone, ProbeArguments, ProbeResult, train_head
 from .teachers import Teacher
 from .tokens import TokenLayout
 
 SILOG = ("adabins", "code")
 EVAL_SIZES = ("native", "input")
-DEPTH_BINS = 256
-_NO_BIN = -100
-_UPSAMPLING = 4  # of the grid of patches, before depths are read off
-_SILOG_EPSILON = 1e-3
 
 
 @dataclass(frozen=True)
@@ -97,90 +93,32 @@ class DenseTask:
     keep_ratio: bool = False
 
 
-def patch_features(hidden_states: torch.Tensor, layout: TokenLayout, grid: tuple[int, int]) -> torch.Tensor:
-    """Patch tokens as a picture, `(batch_size, hidden_size, rows, columns)`: no cls token, no registers."""
-    return layout.select(hidden_states, "patch").unflatten(1, grid).permute(0, 3, 1, 2)
-
-
-def patch_and_cls_features(hidden_states: torch.Tensor, layout: TokenLayout, grid: tuple[int, int]) -> torch.Tensor:
-    """Each patch with the cls token behind it, `(batch_size, 2 * hidden_size, rows, columns)`."""
-    patches = patch_features(hidden_states, layout, grid)
-    cls_token = layout.select(hidden_states, "cls").transpose(1, 2).unsqueeze(-1)
-    return torch.cat([patches, cls_token.expand_as(patches)], dim=1)
-
-
-def segmentation_loss(
-    logits: torch.Tensor, labels: torch.Tensor, frame: Frame, arguments: DenseProbeArguments
-) -> torch.Tensor:
-    """Cross entropy of the logits at the labels' size, without pixels of label 255; 0 if there is no other.
-
-    Logits of 150 classes at 518 x 518 pixels are 160 MB an image: they are made image by image, and again for the
-    gradient, so that no more than one image's are there at a time.
-    """
-    num_pixels = (labels != IGNORE_INDEX).sum()
-    if num_pixels == 0:
-        return 0.0 * logits.sum()
-
-    def error(own: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        """Sum over the pixels of one image."""
-        resized = frame.to_labels(own[None], (label.shape[0], label.shape[1]))
-        return nn.functional.cross_entropy(resized, label[None], ignore_index=IGNORE_INDEX, reduction="sum")
-
-    sums = [checkpoint(error, own, label, use_reentrant=False) for own, label in zip(logits, labels, strict=True)]
-    return torch.stack(sums).sum() / num_pixels
-
-
-def bin_centres(device: torch.device | None = None, valid: DepthRange | None = None) -> torch.Tensor:
-    """Middles of 256 equal bins of the valid range, in metres."""
-    valid = valid or DepthRange()
-    width = (valid.maximum - valid.minimum) / DEPTH_BINS
-    return valid.minimum + width * (torch.arange(DEPTH_BINS, device=device) + 0.5)
-
-
-def depth_of(logits: torch.Tensor) -> torch.Tensor:
-    """Depth in metres `(batch_size, 1, 4 rows, 4 columns)`: the bins' middles, weighted by the softmax of the logits,
-    which are resized to four times the grid first (a linear head commutes with it).
-    """
-    weights = _upsampled(logits).softmax(dim=1)
-    return torch.einsum("bkhw,k->bhw", weights, bin_centres(logits.device)).unsqueeze(1)
-
-
-def depth_bins(depths: torch.Tensor) -> torch.Tensor:
-    """Number of the bin of depths in metres, 0 .. 255; -100, which no loss counts, outside of 0.001 .. 10 m."""
+def probe_bins() -> DepthBins:
+    """256 bins of the depths that are scored."""
     valid = DepthRange()
-    inside = depths.isfinite() & (depths >= valid.minimum) & (depths <= valid.maximum)
-    share = (torch.where(inside, depths, 1.0) - valid.minimum) / (valid.maximum - valid.minimum)
-    return torch.where(inside, (share * DEPTH_BINS).long().clamp(0, DEPTH_BINS - 1), _NO_BIN)
+    return DepthBins(256, valid.minimum, valid.maximum)
 
 
-def depth_loss(
+def _segmentation_loss(
     logits: torch.Tensor, labels: torch.Tensor, frame: Frame, arguments: DenseProbeArguments
 ) -> torch.Tensor:
-    """`10 * SILog + CE`: scale-invariant error (weight 0.85 of the mean) of the depths, and cross entropy of the bins
-    with labels of the grid's size, nearest; pixels without a depth in 0.001 .. 10 m are in neither. 0 if all are.
-    """
-    bins = depth_bins(labels)
-    valid = bins != _NO_BIN
-    if not valid.any():
-        return 0.0 * logits.sum()
-    predicted = frame.to_labels(depth_of(logits), (labels.shape[1], labels.shape[2])).squeeze(1)
-    error = (predicted[valid] + _SILOG_EPSILON).log() - (labels[valid] + _SILOG_EPSILON).log()
-    silog = error.square().mean() - 0.85 * error.mean().square()
-    if arguments.silog == "adabins":
-        silog = silog.clamp(min=1e-12).sqrt()  # the root of 0 has no gradient
-    fine = _upsampled(logits)
-    padded = frame.pad(labels, 0.0).unsqueeze(1)
-    targets = depth_bins(nn.functional.interpolate(padded, tuple(fine.shape[-2:]), mode="nearest-exact")).squeeze(1)
-    if not (targets != _NO_BIN).any():
-        return 10 * silog
-    return 10 * silog + nn.functional.cross_entropy(fine, targets, ignore_index=_NO_BIN)
+    return segmentation_loss(logits, labels, resize=frame.to_labels, ignore_index=IGNORE_INDEX)
+
+
+def _depth_loss(
+    logits: torch.Tensor, labels: torch.Tensor, frame: Frame, arguments: DenseProbeArguments
+) -> torch.Tensor:
+    return depth_loss(
+        logits, labels, probe_bins(), resize=frame.to_labels, pad=lambda depths: frame.pad(depths, 0.0),
+        silog_root=arguments.silog == "adabins",
+    )  # fmt: skip
 
 
 SEGMENTATION = DenseTask(
     name="semantic-segmentation",
     features=patch_features,
     num_outputs=ADE_CLASSES,
-    loss=segmentation_loss,
+    loss=_segmentation_loss,
     predict=lambda logits, size, frame: frame.to_labels(logits, size).argmax(dim=1)[0],
     scores=lambda arguments: SegmentationScores(ADE_CLASSES, IGNORE_INDEX),
     primary_metric="mean_iou",
@@ -189,9 +127,9 @@ SEGMENTATION = DenseTask(
 DEPTH = DenseTask(
     name="depth-estimation",
     features=patch_and_cls_features,
-    num_outputs=DEPTH_BINS,
-    loss=depth_loss,
-    predict=lambda logits, size, frame: frame.to_labels(depth_of(logits), size)[0, 0],
+    num_outputs=probe_bins().number,
+    loss=_depth_loss,
+    predict=lambda logits, size, frame: frame.to_labels(probe_bins().depths(logits), size)[0, 0],
     scores=lambda arguments: DepthScores(DepthRange(crop=arguments.crop)),
     primary_metric="rmse",
     greater_is_better=False,
@@ -340,7 +278,3 @@ class DenseProbe:
 def scaled(arguments: DenseProbeArguments, **changes: Any) -> DenseProbeArguments:
     """The arguments with those `changes` that are not `None`."""
     return replace(arguments, **{name: value for name, value in changes.items() if value is not None})
-
-
-def _upsampled(logits: torch.Tensor) -> torch.Tensor:
-    return nn.functional.interpolate(logits, scale_factor=_UPSAMPLING, mode="bilinear", align_corners=False)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from .modeling_raptor import RaptorForImageClassification, RaptorModel, RaptorPreTrainedModel
+from .modeling_raptor import RaptorBackbone, RaptorForDepthEstimation, RaptorModel, RaptorPreTrainedModel
 
 FORMATS = ("safetensors", "onnx", "torch-export")
 TOLERANCE = 1e-4
@@ -33,9 +33,12 @@ class _Graph(nn.Module):
 
 
 def output_names(model: RaptorPreTrainedModel) -> tuple[str, ...]:
-    """Outputs of an exported model: `logits` of a classifier, else `last_hidden_state` and `pooler_output`."""
-    is_classifier = isinstance(model, RaptorForImageClassification)
-    return ("logits",) if is_classifier else ("last_hidden_state", "pooler_output")
+    """Outputs of an exported model: `logits` or `predicted_depth` of a head, else `last_hidden_state` and
+    `pooler_output`.
+    """
+    if isinstance(model, RaptorForDepthEstimation):
+        return ("predicted_depth",)
+    return ("last_hidden_state", "pooler_output") if isinstance(model, RaptorModel) else ("logits",)
 
 
 def export_model(
@@ -49,7 +52,7 @@ def export_model(
     """Writes a Raptor in another format and compares what the file gives with the model.
 
     Args:
-        model: a [`RaptorModel`] or [`RaptorForImageClassification`]; a `float32` copy on the CPU is exported.
+        model: a [`RaptorModel`] or one of the heads on it; a `float32` copy on the CPU is exported.
         output_dir: folder of `model.onnx` or `model.pt2`; of the whole model for `"safetensors"`.
         format: `"safetensors"`, `"onnx"` or `"torch-export"`.
         pixel_values: processed images `(batch_size, channels, height, width)` to compare on, beside noise of two other
@@ -66,8 +69,8 @@ def export_model(
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown; use one of {', '.join(FORMATS)}.")
-    if not isinstance(model, RaptorModel | RaptorForImageClassification):
-        raise ValueError(f"{type(model).__name__} cannot be exported; use RaptorModel or RaptorForImageClassification.")
+    if isinstance(model, RaptorBackbone):
+        raise ValueError("RaptorBackbone cannot be exported; use RaptorModel or a head such as its classifier.")
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     graph = _Graph(type(model)(model.config)).eval()

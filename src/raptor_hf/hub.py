@@ -24,7 +24,14 @@ logger = logging.get_logger(__name__)
 
 WEIGHTS, INDEX, PROCESSOR = "model.safetensors", "model.safetensors.index.json", "preprocessor_config.json"
 WEIGHT_FILES = ("model*.safetensors", INDEX)
-CODE_FILES = ("tokens.py", "configuration_raptor.py", "modeling_raptor_layers.py", "modeling_raptor.py")
+CODE_FILES = (
+    "tokens.py",
+    "configuration_raptor.py",
+    "modeling_raptor_layers.py",
+    "modeling_raptor_init.py",
+    "modeling_raptor_dense.py",
+    "modeling_raptor.py",
+)
 # Nothing else of a folder is sent: no optimiser, no log, no script, no checkpoint that lies in it.
 SENT_FILES = ("config.json", PROCESSOR, *WEIGHT_FILES, "*.onnx", *CODE_FILES)
 # What is removed on the Hub when the folder has it no longer, since it would contradict the weights.

@@ -1,13 +1,13 @@
 """The Raptor model, a Vision Transformer whose layers are a few weight-tied blocks applied again and again, and what is
 built on it: backbone and task heads.
 
-Its modules are in `modeling_raptor_layers`. All classes that an Auto class can load stand in this file: of custom code
-the library fetches the file of the class that is loaded and what it imports, and a model that is saved again must still
-bring the others. Copied to the Hub with every saved model: imports torch, transformers and flat siblings only.
+All classes that an Auto class can load stand here: of custom code the library fetches the file of the class that is
+loaded and what it imports, and a model that is saved again must still bring the others. Copied to the Hub with every
+saved model: imports torch, transformers and flat siblings only.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,26 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.backbone_utils import BackboneMixin
-from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import (
-    capture_outputs,
-    resolve_hidden_states_indices,
-    selected_hidden_states,
+from transformers.modeling_outputs import (
+    BackboneOutput,
+    BaseModelOutputWithPooling,
+    DepthEstimatorOutput,
+    ImageClassifierOutput,
+    SemanticSegmenterOutput,
 )
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs, resolve_hidden_states_indices, selected_hidden_states
 
 from .configuration_raptor import RaptorConfig, check_config
+from .modeling_raptor_dense import (
+    DepthBins,
+    depth_loss,
+    patch_and_cls_features,
+    patch_features,
+    resize,
+    segmentation_loss,
+)
+from .modeling_raptor_init import check_inits, init_adapters, init_blocks
 from .modeling_raptor_layers import (
     DepthLinear,
     RaptorAttention,
@@ -35,17 +45,15 @@ from .modeling_raptor_layers import (
 )
 from .tokens import patch_grid
 
-logger = logging.get_logger(__name__)
-
 DEPTH_SCALE_STD = 1e-4
 RANDOM_LAYERSCALE = 1e-5
-INITS = ("first", "middle", "last", "mean", "random")
-ADAPTER_INITS = ("zeros", "svd")
 AUTO_MAP = {
     "AutoConfig": "configuration_raptor.RaptorConfig",
     "AutoModel": "modeling_raptor.RaptorModel",
     "AutoBackbone": "modeling_raptor.RaptorBackbone",
     "AutoModelForImageClassification": "modeling_raptor.RaptorForImageClassification",
+    "AutoModelForSemanticSegmentation": "modeling_raptor.RaptorForSemanticSegmentation",
+    "AutoModelForDepthEstimation": "modeling_raptor.RaptorForDepthEstimation",
 }
 
 
@@ -102,6 +110,9 @@ class RaptorPreTrainedModel(PreTrainedModel):
         if type(self).__module__ == __name__:
             self.config.auto_map = dict(AUTO_MAP)  # the library adds the class that is saved, and links the others
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _grid(self, pixel_values: torch.Tensor) -> tuple[int, int]:
+        return patch_grid(pixel_values.shape[-2], pixel_values.shape[-1], self.config.patch_size)
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict | None = None, every_n_layers: int = 1, offload: bool = False
@@ -235,10 +246,7 @@ class RaptorModel(RaptorPreTrainedModel):
             ValueError: if `init` or `adapter_init` is unknown, the numbers of layers differ, or embeddings do not have
                 our names.
         """
-        if init not in INITS:
-            raise ValueError(f"init={init!r} is unknown; use one of {', '.join(INITS)}.")
-        if adapter_init not in ADAPTER_INITS:
-            raise ValueError(f"adapter_init={adapter_init!r} is unknown; use one of {', '.join(ADAPTER_INITS)}.")
+        check_inits(init, adapter_init)
         if init == "random":
             config_fields.setdefault("layerscale_value", RANDOM_LAYERSCALE)
         model = cls._from_config(RaptorConfig.from_teacher(teacher, phases, **config_fields))  # in config.dtype
@@ -251,44 +259,15 @@ class RaptorModel(RaptorPreTrainedModel):
             )
         model.freeze_embeddings()
         if init != "random":
-            model._init_blocks(teacher, init)
+            init_blocks(model.blocks, model.config, teacher, init)
         if model.config.adapter_rank and adapter_init == "svd":
-            model._init_adapters(teacher)
+            init_adapters(model.blocks, model.config, teacher)
         return model
 
     def freeze_embeddings(self) -> None:
         """Freezes what is the teacher's own: patch embedding, tokens, positions and the final LayerNorm."""
         self.embeddings.requires_grad_(False)
         self.layernorm.requires_grad_(False)
-
-    def _init_blocks(self, teacher: Any, how: str) -> None:
-        schedule: Any = self.config.block_schedule
-        for number, block in enumerate(self.blocks):
-            layers = [layer for layer, made_by in enumerate(schedule, 1) if made_by == number]
-            source, own = _block_source(teacher, layers, how), block.state_dict()
-            fitting = {name: value for name, value in source.items() if name in own and own[name].shape == value.shape}
-            block.load_state_dict(fitting, strict=False)
-            skipped = sorted(set(source) - set(fitting))
-            if skipped and not number:
-                logger.warning(f"The {self.config.mlp_type} MLP, unlike the teacher's, starts at random: {skipped}.")
-
-    @torch.no_grad()
-    def _init_adapters(self, teacher: Any) -> None:
-        """Truncated SVD of what the matrices of every teacher layer differ from its block's by. All of the singular
-        value goes into the second factor, so that where nothing differs the first still passes a gradient on.
-        """
-        schedule: Any = self.config.block_schedule
-        for layer, number in enumerate(schedule, 1):
-            application, source = schedule[: layer - 1].count(number), teacher.block_state(layer)
-            for name, projection in self.blocks[number].named_modules():
-                target = source.get(f"{name}.weight") if isinstance(projection, RaptorLinear) else None
-                if target is None or target.shape != projection.weight.shape:
-                    continue  # no projection, or the teacher's MLP is another one: no change to start with
-                weight, adapters = projection.weight.float(), (projection.adapter_down, projection.adapter_up)
-                left, values, right = torch.linalg.svd(target.to(weight) - weight, full_matrices=False)
-                rank = min(self.config.adapter_rank, len(values))
-                down, up = (adapter[application] for adapter in adapters if adapter is not None)
-                down[:rank], up[:, :rank] = right[:rank], left[:, :rank] * values[:rank]
 
 
 class RaptorBackbone(BackboneMixin, RaptorPreTrainedModel):
@@ -344,10 +323,7 @@ class RaptorBackbone(BackboneMixin, RaptorPreTrainedModel):
             hidden_states = self.raptor.layernorm(hidden_states)
         if not self.config.reshape_hidden_states:
             return hidden_states
-        height, width = pixel_values.shape[-2:]
-        grid = patch_grid(height, width, self.config.patch_size)
-        patches = self.config.token_layout.select(hidden_states, "patch")
-        return patches.transpose(1, 2).unflatten(-1, grid).contiguous()
+        return patch_features(hidden_states, self.config.token_layout, self._grid(pixel_values)).contiguous()
 
 
 class RaptorForImageClassification(RaptorPreTrainedModel):
@@ -387,12 +363,88 @@ class RaptorForImageClassification(RaptorPreTrainedModel):
         )
 
 
-def _block_source(teacher: Any, layers: Sequence[int], how: str) -> Mapping[str, torch.Tensor]:
-    if how == "mean":
-        states = [teacher.block_state(layer) for layer in layers]
-        return {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
-    position = {"first": 0, "middle": (len(layers) - 1) // 2, "last": -1}[how]
-    return teacher.block_state(layers[position])
+class RaptorForSemanticSegmentation(RaptorPreTrainedModel):
+    """A linear classifier of each patch token after the final LayerNorm, as the paper's ADE20k probe (App. A.4)."""
+
+    def __init__(self, config: RaptorConfig) -> None:
+        super().__init__(config)
+        self.num_labels = int(config.num_labels or 0)
+        self.raptor = RaptorModel(config)
+        self.decode_head = nn.Conv2d(config.hidden_size, self.num_labels, kernel_size=1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> SemanticSegmenterOutput:
+        """Logits of each patch, and the loss when labels are given.
+
+        Args:
+            pixel_values: images `(batch_size, num_channels, height, width)`, sides multiples of the patch size.
+            labels: class numbers `(batch_size, label height, label width)`, of any size;
+                `config.semantic_loss_ignore_index` where there is none.
+            kwargs: as [`RaptorModel.forward`].
+
+        Returns:
+            `loss` `()`, cross entropy at the labels' size; `logits` `(batch_size, num_labels, rows, columns)`, which
+            the image processor's `post_process_semantic_segmentation` brings to any size; and `hidden_states`,
+            `attentions` when asked for.
+        """
+        outputs = self.raptor(pixel_values, return_dict=True, **kwargs)
+        features = patch_features(outputs.last_hidden_state, self.config.token_layout, self._grid(pixel_values))
+        logits, loss = self.decode_head(features), None
+        if labels is not None:
+            loss = segmentation_loss(logits, labels.long(), ignore_index=self.config.semantic_loss_ignore_index)
+        return SemanticSegmenterOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
 
 
-__all__ = ["RaptorBackbone", "RaptorForImageClassification", "RaptorModel", "RaptorPreTrainedModel"]
+class RaptorForDepthEstimation(RaptorPreTrainedModel):
+    """A linear classifier of depth bins on `[patch, cls]` of the final LayerNorm's output, the NYUv2 probe of
+    arXiv 2512.19941, App. A.4: the depth is the mean of the bins by their probability.
+    """
+
+    def __init__(self, config: RaptorConfig) -> None:
+        super().__init__(config)
+        self.bins = DepthBins(config.num_depth_bins, config.min_depth, config.max_depth)
+        self.raptor = RaptorModel(config)
+        self.head = nn.Conv2d(2 * config.hidden_size, config.num_depth_bins, kernel_size=1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any
+    ) -> DepthEstimatorOutput:
+        """Depth of each pixel, and the loss when labels are given.
+
+        Args:
+            pixel_values: images `(batch_size, num_channels, height, width)`, sides multiples of the patch size.
+            labels: metres `(batch_size, label height, label width)`, of any size; anything outside of
+                `config.min_depth .. config.max_depth`, such as 0, where there is none.
+            kwargs: as [`RaptorModel.forward`].
+
+        Returns:
+            `loss` `()`, ten times the scale-invariant error plus the cross entropy of the bins; `predicted_depth`,
+            metres `(batch_size, height, width)` in float32 at least; and `hidden_states`, `attentions` when asked for.
+        """
+        outputs = self.raptor(pixel_values, return_dict=True, **kwargs)
+        grid, size = self._grid(pixel_values), (pixel_values.shape[-2], pixel_values.shape[-1])
+        logits = self.head(patch_and_cls_features(outputs.last_hidden_state, self.config.token_layout, grid))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return DepthEstimatorOutput(
+            loss=None if labels is None else depth_loss(logits, labels.to(logits.dtype), self.bins),
+            predicted_depth=resize(self.bins.depths(logits), size).squeeze(1),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = [
+    "RaptorBackbone",
+    "RaptorForDepthEstimation",
+    "RaptorForImageClassification",
+    "RaptorForSemanticSegmentation",
+    "RaptorModel",
+    "RaptorPreTrainedModel",
+]
