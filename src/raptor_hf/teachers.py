@@ -164,6 +164,17 @@ class Teacher:
         """The teacher's final LayerNorm on states `(..., hidden_size)`."""
         return self.model.layernorm(hidden_states)
 
+    @torch.no_grad()
+    def apply_layer(self, hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+        """Makes state `layer`, counted from 1, from state `layer - 1`, both `(batch_size, seq_length, hidden_size)`, as
+        [`RaptorModel.apply_layer`] does. Any layer takes any state: what an intervention needs.
+
+        Raises:
+            ValueError: if the layer does not exist.
+        """
+        self.model.eval()
+        return self._layer_module(layer)(hidden_states)
+
     def iter_hidden_states(self, images: Iterable[Any], batch_size: int = 32) -> "HiddenStates":
         """States of many images, batch by batch, to be passed to [`~raptor_hf.layer_similarity`].
 
@@ -254,10 +265,13 @@ class Teacher:
         Raises:
             ValueError: if the layer does not exist, or has a weight that no name of ours stands for.
         """
+        return _rename_block(self._layer_module(layer), self.family.block_names, self.hidden_size)
+
+    def _layer_module(self, layer: int) -> nn.Module:
         if not 1 <= layer <= self.num_layers:
             raise ValueError(f"layer={layer}: this teacher has layers 1 to {self.num_layers}.")
-        module = self.model.get_submodule(self.family.layers)[layer - 1]
-        return _rename_block(module, self.family.block_names, self.hidden_size)
+        layers: Any = self.model.get_submodule(self.family.layers)
+        return layers[layer - 1]
 
     @property
     def _has_distillation_token(self) -> bool:
