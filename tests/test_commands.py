@@ -199,6 +199,44 @@ def test_probe_of_teacher_raptor_and_random(distilled, teacher, photos, tmp_path
     assert "license='My licence' in the model card is no identifier" in capsys.readouterr().err
 
 
+def test_dynamics_of_teacher_and_raptor(teacher, distilled, photos, tmp_path, capsys):
+    command = ["dynamics", str(teacher), str(distilled / "model"), "--dataset", str(photos), "--image-size", "28"]
+    command += ["--output-dir", str(tmp_path / "flow"), "--num-perturbed", "2", "--num-blocks", "2"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "Spectral radius" in capsys.readouterr().out
+    part = results(tmp_path / "flow")["dynamics"]
+    assert list(part["models"]) == ["teacher", "model"]
+    assert part["models"]["model"]["num_images"] == 6
+    assert part["angles"]["model"]["cls"][0] == pytest.approx(0, abs=1e-6)  # the embeddings are the teacher's
+    assert part["angles"]["model"]["cls"][-1] > 1e-3
+    pictures = {path.stem for path in (tmp_path / "flow" / "figures").iterdir()}
+    measures = {f"dynamics_{key}" for key in (*report_module.FLOW_CURVES, "eigenvalues", "angles")}
+    paths = {f"dynamics_{kind}_{name}" for kind in report_module.FLOW_PATHS for name in ("teacher", "model")}
+    assert pictures == measures | paths
+    assert "The flow in numbers" in (tmp_path / "flow" / "report.html").read_text()
+    assert main(command) == 2
+    assert "holds a finished run" in capsys.readouterr().err
+    assert main([*command, "--overwrite", "--no-ranks", "--model", str(teacher)]) == 0
+    assert not (tmp_path / "flow" / "figures" / "dynamics_stable_rank.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "no model given"),
+        (["x", "--epsilon", "0"], "--epsilon 0.0 is not a size"),
+        (["x", "--epsilon-scale", "log"], "--epsilon_scale log is unknown"),
+        (["x", "--rank", "0"], "--rank 0 is below 1"),
+        (["x", "--num-perturbed", "-1"], "--num_perturbed -1 is negative"),
+    ],
+)
+def test_dynamics_options_out_of_range(options, message, capsys):
+    assert main(["dynamics", *options]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
 def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_path, capsys):
     (photos / "train" / "red" / "0.png").write_bytes(b"not an image")
     argv = ["probe", str(teacher), "--dataset", str(photos), "--augment", "none", "--num-epochs", "1"]

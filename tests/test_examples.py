@@ -113,3 +113,14 @@ def test_the_way_over_the_hub(folder, tmp_path):
     assert "history of main: Upload Raptor <- initial commit" in run.stdout
     assert "history of tuned: LoRA on digits, merged <- Upload Raptor <- initial commit" in run.stdout
     assert "hf_alice" not in run.stdout + run.stderr
+
+
+def test_dynamics_print_what_each_token_group_does(make_teacher, tmp_path):
+    teacher = make_teacher(image_size=16, patch_size=4)
+    teacher.model.save_pretrained(tmp_path)
+    digits_processor().save_pretrained(tmp_path)
+    command = [sys.executable, str(EXAMPLES / "05_dynamics.py"), str(tmp_path), "digits", "--max_images", "20"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for group in ("cls", "registers", "patch"):
+        assert f"{group}: " in output
+        assert f"{group} perturbed by a tenth" in output

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from . import plots
 from .card_edits import assemble_card, card_license, check_card, is_hub_id, update_card
+from .drawing import DPI
 from .modeling_raptor import RaptorPreTrainedModel
 from .phases import Phases
 from .results import (
@@ -221,7 +222,7 @@ def schedule_picture(schedule: Sequence[int], name: str) -> bytes | None:
     except ImportError:
         return None
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=plots.DPI, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -15,21 +15,31 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+from .drawing import (
+    COLOURS,
+    GREY,
+    INK,
+    REFERENCE,
+    add_legend,
+    is_finite,
+    layer_ticks,
+    line_style,
+    matplotlib_package,
+    new_figure,
+    plain_text,
+    set_labels,
+    to_array,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-DPI = 150
 LOWEST_SHOWN, BROKEN_AXIS_ABOVE = -0.5, 0.8
 PHASE_BOUNDARY = "phase boundary"
 
-_INK, _GREY, _GRID, _REFERENCE = "#222222", "#8a8a8a", "#e4e4e4", "#6b6b6b"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_LINE_STYLES = ("-", "--", "-.", ":")
 _OUTLINES = ("#E8112D", "#111111", "#FFFFFF", "#FF4FD8")
 _NOT_A_MEASUREMENT = ("step", "epoch", "learning_rate", "grad_norm", "total_flos")
 
@@ -50,21 +60,21 @@ def similarity_figure(
     Raises:
         ValueError: if the matrix is not square, or a partition does not add up to the number of layers.
     """
-    matrix = _array(similarity)
+    matrix = to_array(similarity)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise ValueError(f"similarity has shape {matrix.shape}; pass one square matrix, layers by layers.")
-    figure, (axes,) = _figure(6.4, 5.4, None)
+    figure, (axes,) = new_figure(6.4, 5.4, None)
     edges = (0.5, len(matrix) + 0.5)
-    colour_map = _matplotlib().colormaps["viridis"].with_extremes(bad="#bdbdbd")
+    colour_map = matplotlib_package().colormaps["viridis"].with_extremes(bad="#bdbdbd")
     image = axes.imshow(np.ma.masked_invalid(matrix), cmap=colour_map, vmax=1.0, extent=(*edges, *edges[::-1]))
     bar = figure.colorbar(image, ax=axes, pad=0.02)
-    bar.set_label("cosine similarity", fontsize=10, color=_INK)
-    bar.ax.tick_params(labelsize=9, color=_GREY, labelcolor=_INK)
+    bar.set_label("cosine similarity", fontsize=10, color=INK)
+    bar.ax.tick_params(labelsize=9, color=GREY, labelcolor=INK)
     bar.outline.set_visible(False)  # type: ignore[operator]  # the stubs take the outline for a function
     axes.set_xticks(layer_ticks(len(matrix)))
     axes.set_yticks(layer_ticks(len(matrix)))
-    _labels(axes, "layer", "layer", title)
-    _legend(figure, _phase_squares(axes, partitions or {}, len(matrix)), background="#b4bac2")
+    set_labels(axes, "layer", "layer", title)
+    add_legend(figure, _phase_squares(axes, partitions or {}, len(matrix)), background="#b4bac2")
     axes.set(xlim=edges, ylim=edges[::-1])
     return figure
 
@@ -92,12 +102,12 @@ def layer_curves_figure(
     """
     values = _curve_values(curves)
     limits = _limits(np.concatenate([*values.values(), [reference[1]] if reference else []]))
-    figure, (axes,) = _figure(6.4, 4.2)
+    figure, (axes,) = new_figure(6.4, 4.2)
     handles = _draw_curves(axes, values, limits, boundaries, list(values))
     if reference is not None:
-        handles[reference[0]] = axes.axhline(reference[1], color=_INK, linestyle=(0, (5, 3)), linewidth=1.2)
-    _labels(axes, "layer", ylabel, title)
-    _legend(figure, handles, _clip_note(list(values.values()), limits[0]))
+        handles[reference[0]] = axes.axhline(reference[1], color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
+    set_labels(axes, "layer", ylabel, title)
+    add_legend(figure, handles, _clip_note(list(values.values()), limits[0]))
     return figure
 
 
@@ -122,20 +132,20 @@ def token_group_figure(
     names = list(dict.fromkeys(name for curves in values.values() for name in curves))
     columns = len(groups) if len(groups) <= 3 else 2
     rows = math.ceil(len(groups) / columns)
-    figure, grid = _figure(2.2 + 2.7 * columns, 1.5 + 2.3 * rows, shape=(rows, columns))
+    figure, grid = new_figure(2.2 + 2.7 * columns, 1.5 + 2.3 * rows, shape=(rows, columns))
     handles: dict[str, Any] = {}
     for index, (group, curves) in enumerate(values.items()):
         handles |= _draw_curves(grid[index], curves, limits, boundaries, names)
         is_lowest = index + columns >= len(groups)
-        _labels(grid[index], "layer" if is_lowest else "", "", group)
+        set_labels(grid[index], "layer" if is_lowest else "", "", group)
         grid[index].tick_params(labelbottom=is_lowest)
     for axes in grid[len(groups) :]:
         axes.set_visible(False)
-    figure.supylabel(_plain(ylabel), fontsize=10, color=_INK)
+    figure.supylabel(plain_text(ylabel), fontsize=10, color=INK)
     if title:
-        figure.suptitle(_plain(title), fontsize=11, color=_INK)
+        figure.suptitle(plain_text(title), fontsize=11, color=INK)
     handles = {name: handles[name] for name in [*names, PHASE_BOUNDARY] if name in handles}
-    _legend(figure, handles, _clip_note(drawn, limits[0]))
+    add_legend(figure, handles, _clip_note(drawn, limits[0]))
     return figure
 
 
@@ -172,23 +182,23 @@ def accuracy_figure(
     start = 5.0 * (math.floor(lowest / 5) - 1) if lowest > 100 * BROKEN_AXIS_ABOVE else 0.0
     end = start + max(top - start, 1.0) / 0.78
     shares = _shares(bars, reference_name, retained or {})
-    figure, (axes,) = _figure(6.4, 1.3 + 0.48 * len(bars), "x")
+    figure, (axes,) = new_figure(6.4, 1.3 + 0.48 * len(bars), "x")
     for row, (name, mean, sigma) in enumerate(zip(bars, means, sigmas, strict=True)):
-        colour = _REFERENCE if name == reference_name else _COLOURS[0]
+        colour = REFERENCE if name == reference_name else COLOURS[0]
         axes.barh(row, mean - start, left=start, height=0.68, color=colour)
         if sigma:
-            axes.errorbar(mean, row, xerr=sigma, color=_INK, capsize=3, linewidth=1.2)
+            axes.errorbar(mean, row, xerr=sigma, color=INK, capsize=3, linewidth=1.2)
         inside = (mean - start) > 0.32 * (end - start)
         label = f"{mean:.2f} ± {sigma:.2f}" if sigma else f"{mean:.2f}"
         label += f"  ({shares[name]})" if shares[name] and not inside else ""
         style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 9}
-        axes.annotate(label, (mean + sigma, row), (6, 0), color=_INK, **style)
+        axes.annotate(label, (mean + sigma, row), (6, 0), color=INK, **style)
         if shares[name] and inside:
             axes.annotate(shares[name], (start, row), (7, 0), color="white", **style)
     _value_axis(axes, start, top, end)
-    axes.set(yticks=range(len(bars)), yticklabels=map(_plain, bars), ylim=(len(bars) - 0.5, -0.5))
+    axes.set(yticks=range(len(bars)), yticklabels=map(plain_text, bars), ylim=(len(bars) - 0.5, -0.5))
     note = f" – axis starts at {start:g} %, not at 0" if start else ""
-    _labels(axes, ylabel + note, "", title)
+    set_labels(axes, ylabel + note, "", title)
     return figure
 
 
@@ -203,7 +213,7 @@ def schedule_figure(schedules: Mapping[str, Sequence[int]], *, title: str | None
     if not schedules or not all(len(schedule) for schedule in schedules.values()):
         raise ValueError(f"schedules={dict(schedules)!r} has nothing to draw; pass one block number per layer.")
     num_layers = max(map(len, schedules.values()))
-    figure, (axes,) = _figure(min(12.0, max(5.0, 1.6 + 0.42 * num_layers)), 0.95 + 0.46 * len(schedules), None)
+    figure, (axes,) = new_figure(min(12.0, max(5.0, 1.6 + 0.42 * num_layers)), 0.95 + 0.46 * len(schedules), None)
     size = 9.5 if num_layers <= 24 else 7.0
     for row, schedule in enumerate(schedules.values()):
         colours = _block_colours(max(schedule) + 1)
@@ -214,8 +224,8 @@ def schedule_figure(schedules: Mapping[str, Sequence[int]], *, title: str | None
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     axes.set(xlim=(0.5, num_layers + 0.5), xticks=layer_ticks(num_layers), ylim=(len(schedules) - 0.5, -0.5))
-    axes.set_yticks(range(len(schedules)), [_plain(name) for name in schedules])
-    _labels(axes, "layer (the number in a cell is its block)", "", title)
+    axes.set_yticks(range(len(schedules)), [plain_text(name) for name in schedules])
+    set_labels(axes, "layer (the number in a cell is its block)", "", title)
     return figure
 
 
@@ -238,113 +248,35 @@ def history_figure(
     steps, restarts = _joined_steps(history)
     series: dict[str, np.ndarray] = {}
     for key in keys if keys is not None else history_keys(history):
-        points = [(step, entry[key]) for step, entry in zip(steps, history, strict=True) if _is_finite(entry.get(key))]
+        points = [(step, entry[key]) for step, entry in zip(steps, history, strict=True) if is_finite(entry.get(key))]
         if points:
-            series[key] = _array(points)
+            series[key] = to_array(points)
     if not series:
         raise ValueError(f"history of {len(history)} entries has no number to draw for keys={keys}; check the names.")
     values = np.concatenate([points[:, 1] for points in series.values()])
     if log_scale and values.min() <= 0:
         raise ValueError(f"log_scale=True with the value {values.min():g}; logarithms need > 0, use log_scale=False.")
-    figure, (axes,) = _figure(6.4, 4.0)
+    figure, (axes,) = new_figure(6.4, 4.0)
     lines: dict[str, Any] = {}
     for index, (key, curve) in enumerate(series.items()):
-        style = _line_style(index) | ({"marker": ""} if len(curve) > 40 else {})
+        style = line_style(index) | ({"marker": ""} if len(curve) > 40 else {})
         (lines[key],) = axes.plot(curve[:, 0], curve[:, 1], **style)
     for restart in restarts:
-        axes.axvline(restart, color=_GREY, linestyle=":", linewidth=1.0)
+        axes.axvline(restart, color=GREY, linestyle=":", linewidth=1.0)
     if log_scale or (log_scale is None and 0 < 10 * values.min() < values.max()):
         axes.set_yscale("log")
     xlabel = "optimiser step" + (", stages one after the other" if restarts else "")
-    _labels(axes, xlabel, next(iter(series)) if len(series) == 1 else "value", title)
-    _legend(figure, lines)
+    set_labels(axes, xlabel, next(iter(series)) if len(series) == 1 else "value", title)
+    add_legend(figure, lines)
     return figure
 
 
 def history_keys(history: History) -> list[str]:
     """Keys with "loss" in their name, else all numbers but bookkeeping (step, epoch, learning rate, run times)."""
-    numbers = dict.fromkeys(key for entry in history for key, value in entry.items() if _is_finite(value))
+    numbers = dict.fromkeys(key for entry in history for key, value in entry.items() if is_finite(value))
     excluded = [key for key in numbers if key.startswith("train_") or key.endswith(("_runtime", "_per_second"))]
     keys = [key for key in numbers if key not in (*_NOT_A_MEASUREMENT, *excluded)]
     return [key for key in keys if "loss" in key] or keys
-
-
-def layer_ticks(num_layers: int) -> list[int]:
-    """Layers to label on an axis: all up to 16, then every second, fourth, ... of them."""
-    step = 2 ** max(0, math.ceil(math.log2(num_layers / 16)))
-    return ([1] if step > 2 else []) + list(range(step, num_layers + 1, step))
-
-
-def _matplotlib() -> Any:
-    """The package, imported when first needed."""
-    try:
-        import matplotlib
-        import matplotlib.figure
-    except ImportError as error:
-        raise ImportError('figures need matplotlib; install it with: pip install "raptor_hf[analysis]"') from error
-    return matplotlib
-
-
-def _figure(
-    width: float, height: float, grid: str | None = "both", shape: tuple[int, int] = (1, 1)
-) -> tuple["Figure", list["Axes"]]:
-    """White figure, sides in inches, and its styled axes, which share their scales."""
-    figure = _matplotlib().figure.Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
-    every = list(figure.subplots(*shape, sharex=True, sharey=True, squeeze=False).flat)
-    for axes in every:
-        _style(axes, grid)
-    return figure, every
-
-
-def _style(axes: "Axes", grid: str | None) -> None:
-    axes.set_facecolor("white")
-    axes.tick_params(labelsize=9, color=_GREY, labelcolor=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_GREY)
-    axes.set_axisbelow(True)
-    if grid is not None:
-        axes.grid(True, axis=grid, color=_GRID, linewidth=0.7)  # type: ignore[arg-type]
-
-
-def _labels(axes: "Axes", xlabel: str, ylabel: str, title: str | None) -> None:
-    axes.set_xlabel(_plain(xlabel), fontsize=10, color=_INK)
-    axes.set_ylabel(_plain(ylabel), fontsize=10, color=_INK)
-    axes.set_title(_plain(title or ""), fontsize=11, color=_INK)
-
-
-def _plain(text: str) -> str:
-    """A name as it is: dollar signs start no formula."""
-    return str(text).replace("$", r"\$")
-
-
-def _legend(figure: "Figure", handles: Mapping[str, Any], note: str = "", background: str = "white") -> None:
-    """Legend under the picture, in as many columns as the names leave room for, with a note as its heading."""
-    if not handles:
-        return
-    fitting = max(1, int(figure.get_figwidth() / (0.65 + 0.075 * max(map(len, handles)))))
-    columns = math.ceil(len(handles) / math.ceil(len(handles) / fitting))
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "title": note or None}
-    legend = figure.legend(list(handles.values()), [""] * len(handles), title_fontsize=9, **place)
-    for text, name in zip(legend.get_texts(), handles, strict=True):
-        text.set(text=_plain(name), color=_INK)  # set afterwards: a name that starts with "_" would be left out
-    legend.get_frame().set(linewidth=0, facecolor=background, alpha=1.0)
-
-
-def _array(values: Any) -> np.ndarray:
-    """float64 array of numbers, of a tensor of any type and device, or of lists with None for NaN."""
-    if isinstance(values, torch.Tensor):
-        values = values.detach().to("cpu", torch.float64).numpy()
-    return np.asarray(values, dtype=np.float64)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _line_style(index: int) -> dict[str, Any]:
-    turn, place = divmod(index, len(_COLOURS))
-    look = {"color": _COLOURS[place], "marker": _MARKERS[place], "linestyle": _LINE_STYLES[turn % len(_LINE_STYLES)]}
-    return {**look, "linewidth": 1.6, "markersize": 4.5}
 
 
 def _phase_squares(axes: "Axes", partitions: Mapping[str, Sequence[int]], num_layers: int) -> dict[str, "Line2D"]:
@@ -364,7 +296,7 @@ def _phase_squares(axes: "Axes", partitions: Mapping[str, Sequence[int]], num_la
 
 
 def _curve_values(curves: Curves) -> dict[str, np.ndarray]:
-    values = {name: _array(curve) for name, curve in curves.items()}
+    values = {name: to_array(curve) for name, curve in curves.items()}
     if not any(np.isfinite(curve).any() for curve in values.values()):
         raise ValueError(f"curves of {list(values)} hold no finite value; leave such a picture out.")
     return values
@@ -394,14 +326,14 @@ def _draw_curves(
     """Draw on one axes; the place in `names` decides the colour. Returns one line per entry of the legend."""
     lines: dict[str, Line2D] = {}
     for name, curve in curves.items():
-        style = _line_style(names.index(name))
+        style = line_style(names.index(name))
         (lines[name],) = axes.plot(np.arange(1, len(curve) + 1), curve, **style)
         below = 1 + np.flatnonzero(np.isfinite(curve) & (curve < limits[0]))
         if len(below):
             ends = np.full(len(below), limits[0])
             axes.scatter(below, ends, marker="v", s=34, color=style["color"], clip_on=False, zorder=3)
     for boundary in boundaries or ():
-        lines[PHASE_BOUNDARY] = axes.axvline(boundary + 0.5, color=_GREY, linestyle=":", linewidth=1.2, zorder=1)
+        lines[PHASE_BOUNDARY] = axes.axvline(boundary + 0.5, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
     num_layers = max(map(len, curves.values()))
     axes.set(xlim=(0.5, num_layers + 0.5), ylim=limits, xticks=layer_ticks(num_layers))
     return lines
@@ -422,18 +354,18 @@ def _value_axis(axes: "Axes", start: float, top: float, end: float) -> None:
     axes.set_xticks([tick for tick in axes.get_xticks() if start <= tick <= min(100.0, max(top, start + 1))])
     if start:
         style: dict[str, Any] = {"marker": [(-0.5, -1.0), (0.5, 1.0)], "markersize": 9, "linestyle": "none"}
-        axes.plot([0, 0.012], [0, 0], transform=axes.transAxes, color=_INK, clip_on=False, gid="axis break", **style)
+        axes.plot([0, 0.012], [0, 0], transform=axes.transAxes, color=INK, clip_on=False, gid="axis break", **style)
 
 
 def _block_colours(num_blocks: int) -> Sequence[Any]:
     """One colour per block: named ones for few, a perceptually uniform scale for many."""
-    scale = _matplotlib().colormaps["viridis"]
-    return _COLOURS if num_blocks <= len(_COLOURS) else scale(np.linspace(0.0, 1.0, num_blocks))
+    scale = matplotlib_package().colormaps["viridis"]
+    return COLOURS if num_blocks <= len(COLOURS) else scale(np.linspace(0.0, 1.0, num_blocks))
 
 
 def _text_on(colour: Any) -> str:
-    red, green, blue = _matplotlib().colors.to_rgb(colour)
-    return _INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
+    red, green, blue = matplotlib_package().colors.to_rgb(colour)
+    return INK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.45 else "white"
 
 
 def _joined_steps(history: History) -> tuple[list[float], list[float]]:

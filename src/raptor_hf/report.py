@@ -11,7 +11,8 @@ from typing import Any
 
 import jinja2
 
-from . import plots
+from . import flow_plots, plots
+from .drawing import DPI
 from .phases import Phases
 from .results import (
     ABSENT,
@@ -31,6 +32,24 @@ from .tokens import TOKEN_GROUPS, schedule_segments
 _NUMBER = re.compile(r"[-−]?\d[\d,.]*(e[-+]?\d+)?( %| ± [\d.]+)?")
 Block = dict[str, Any]
 PROBE_AXES = {"accuracy": "top-1 accuracy (%)", "mean_iou": "mean IoU (%)"}
+
+# Curves of `results["dynamics"]`: axis, caption, whether of states (else of layers), logarithmic scale.
+FLOW_CURVES = {
+    "convergence": ("cosine with the last state", "Directional convergence; band: 5 to 95 % of images", True, False),
+    "norm": ("norm of the states", "Norm of the states; band: 5 to 95 % of images", True, True),
+    "angular_speed": ("angular speed (rad / layer)", "Angular speed; band: 5 to 95 % of images", False, False),
+    "effective_rank": ("effective rank", "Effective rank of the angular updates of all images", False, True),
+    "stable_rank": ("stable rank", "Stable rank of the angular updates of all images", False, True),
+    "coherence": ("coherence", "Mean cosine of an angular update with the mean update", False, False),
+    "sensitivity": (
+        "(1 − cos) / ε at the last state", "Sensitivity of a group's last state to a perturbation of it", True, True
+    ),
+}  # fmt: skip
+FLOW_PATHS = {
+    "classes": "class means of the normalised states; open marker: state 0, filled: last state, small: end of a phase",
+    "perturbed": "mean direction of perturbed and untouched runs; open marker: where a path starts",
+}
+FLOW_HEADER = "Model|Tokens|Speed (rad)|Fastest|Effective rank|Coherence peak|Median modulus|Spectral radius".split("|")
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head>
@@ -107,6 +126,43 @@ def write_report(output_dir: str | os.PathLike[str], results: Mapping[str, Any])
     for block in (block for blocks in built.values() for block in blocks if block["kind"] == "figure"):
         write_file(folder / "figures" / f"{block['name']}.png", block["png"])
     return write_file(folder / "report.html", html.encode())
+
+
+def flow_curves(record: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    """One measure of `results["dynamics"]["models"][name]` by token group, with a band if it is of images."""
+    if key == "sensitivity":
+        found = record.get("sensitivity") or {}
+        return {group: {"mean": curve} for group, curve in (found.get("per_eps") or {}).items()}
+    curves = {}
+    for group, entry in record["groups"].items():
+        if key in entry:
+            value = entry[key]
+            quantiles = value["quantiles"] if isinstance(value, Mapping) else {}
+            band = {"low": quantiles["0.05"], "high": quantiles["0.95"]} if quantiles else {}
+            curves[group] = {"mean": value["mean"] if isinstance(value, Mapping) else value, **band}
+    return curves
+
+
+def flow_rows(models: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """What the curves of `results["dynamics"]["models"]` come down to: rows of text under `FLOW_HEADER`, one per model
+    and token group. Speed is the mean over layers, ranks are of the first and the last layer.
+    """
+    rows = []
+    for name, group, entry in ((name, *item) for name, record in models.items() for item in record["groups"].items()):
+        speed, ranks = entry["angular_speed"]["mean"], entry.get("effective_rank") or [None]
+        coherence, modes = entry["coherence"], entry["dmd"]
+        row = [
+            name,
+            group,
+            as_number(sum(speed) / len(speed), form=".3f"),
+            str(1 + speed.index(max(speed))),
+            "–".join(dict.fromkeys(as_number(rank, form=".1f") for rank in (ranks[0], ranks[-1]))),
+            str(1 + coherence.index(max(coherence))),
+            as_number(modes["median_modulus"], form=".3f"),
+            as_number(modes["spectral_radius"], form=".3f"),
+        ]
+        rows.append(row)
+    return rows
 
 
 def _results_section(results: dict[str, Any]) -> list[Block]:
@@ -186,6 +242,40 @@ def _accuracy_section(results: dict[str, Any]) -> list[Block]:
     return blocks + _settings("Protocol of the probe", probe.get("protocol"))
 
 
+def _dynamics_section(results: dict[str, Any]) -> list[Block]:
+    """Fig. 8 to 12 of the paper, models side by side, and what they come down to as a table."""
+    part = results.get("dynamics") or {}
+    models: dict[str, Any] = part.get("models") or {}
+    boundaries = {name: flow_plots.phase_boundaries(record["phases"]) for name, record in models.items()}
+    blocks = []
+    for key, (label, caption, is_state, log) in FLOW_CURVES.items():
+        curves = {name: flow_curves(record, key) for name, record in models.items()}
+        values = [value for groups in curves.values() for curve in groups.values() for value in curve["mean"]]
+        if any(value is not None and (value > 0 or not log) for value in values):
+            figure = flow_plots.flow_figure(curves, label, boundaries, of_states=is_state, log=log)
+            blocks.append(_figure(f"dynamics_{key}", figure, caption))
+    eigenvalues = {
+        name: {group: entry["dmd"]["eigenvalues"] for group, entry in record["groups"].items()}
+        for name, record in models.items()
+    }
+    if eigenvalues:
+        caption = "Eigenvalues of dynamic mode decomposition, mean token of each group, with the unit circle"
+        blocks.append(_figure("dynamics_eigenvalues", flow_plots.eigenvalue_figure(eigenvalues), caption))
+        blocks.append(_table("The flow in numbers", flow_rows(models), FLOW_HEADER))
+    for name, record in models.items():
+        for kind, caption in FLOW_PATHS.items():
+            if groups := record["paths"].get(kind):
+                paths = {group: entry["paths"] for group, entry in groups.items()}
+                shares = {group: entry["explained"] for group, entry in groups.items()}
+                figure = flow_plots.path_figure(paths, shares, boundaries[name])
+                stem = re.sub(r"[^\w.-]+", "_", name)
+                blocks.append(_figure(f"dynamics_{kind}_{stem}", figure, f"{name}: {caption}"))
+    if part.get("angles"):
+        figure = flow_plots.flow_figure(part["angles"], "angle to the first model (rad)", boundaries, of_states=True)
+        blocks.append(_figure("dynamics_angles", figure, "Angle between a model's states and those of the first one"))
+    return blocks
+
+
 def _details(entries: dict[str, Any]) -> list[Block]:
     """Every metric that is one number, of each model's first head."""
     firsts = {name: entry["details"][0] for name, entry in entries.items() if entry.get("details")}
@@ -233,6 +323,7 @@ _SECTIONS = {
     "Fidelity": _fidelity_section,
     "Accuracy": _accuracy_section,
     "Training": _training_section,
+    "Dynamics": _dynamics_section,
     "Environment": _environment_section,
     "Load the model": _usage_section,
     "Data": lambda results: _settings("Images that were used", results.get("dataset")),
@@ -265,7 +356,7 @@ def _settings(caption: str, values: Mapping[str, Any] | None) -> list[Block]:
 
 def _figure(name: str, figure: "plots.Figure", caption: str) -> Block:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=plots.DPI)
+    figure.savefig(buffer, format="png", dpi=DPI)
     png, width = buffer.getvalue(), round(100 * figure.get_figwidth())
     block = {"kind": "figure", "name": name, "caption": caption, "width": width}
     return {**block, "png": png, "base64": base64.b64encode(png).decode()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoImageProcessor, AutoModel
+from transformers import AutoModel
 
 from ..activations import weights_digest
 from ..dense_data import DenseDataset, load_depth, load_segmentation
@@ -23,7 +23,8 @@ from ..probes import LinearProbe, ProbeArguments
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..teachers import Teacher, public_name
-from .common import ImageArguments, check_finished, load_split, require_weights
+from .backbones import load_backbone, short_names, to_accelerator
+from .common import ImageArguments, check_finished, load_split
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
@@ -96,10 +97,10 @@ def main(argv: list[str]) -> int:
     if args.overwrite:
         shutil.rmtree(output_dir, ignore_errors=True)
     probe = _make_probe(args, images)
-    labels = _labels(names)
+    labels = short_names(names)
     if args.reference and "teacher" not in labels:
         labels[0] = "teacher"  # what reports call the reference
-    backbones = {label: _load(name) for label, name in zip(labels, names, strict=True)}
+    backbones = {label: load_backbone(name) for label, name in zip(labels, names, strict=True)}
     reference = next(iter(backbones)) if args.reference else ""
     if args.random_baseline:
         backbones["random"] = _random(backbones[reference])
@@ -199,38 +200,10 @@ def _load_pairs(task: str, images: ImageArguments, split: str) -> DenseDataset:
     return pairs
 
 
-def _labels(names: list[str]) -> list[str]:
-    """Short names, as long as needed to be told apart."""
-    short = [public_name(name) for name in names]
-    parents = [f"{Path(name).resolve().parent.name}/{label}" for name, label in zip(names, short, strict=True)]
-    return [long if short.count(label) > 1 else label for label, long in zip(short, parents, strict=True)]
-
-
-def _load(name: str) -> tuple[Any, Any]:
-    try:
-        config = AutoConfig.from_pretrained(name)
-        if config.model_type == "raptor":
-            if Path(name).is_dir():
-                require_weights(name)
-            model, processor = RaptorModel.from_pretrained(name), AutoImageProcessor.from_pretrained(name)
-            return _to_accelerator(model), processor
-        teacher = Teacher.from_pretrained(name)
-    except OSError as error:
-        raise UsageError(f"model {name!r} cannot be loaded: {error}") from error
-    if teacher.image_processor is None:
-        raise UsageError(f"model {name!r} has no image processor; add a preprocessor_config.json to its folder.")
-    _to_accelerator(teacher.model)
-    return teacher, teacher.image_processor
-
-
 def _random(reference: tuple[Any, Any]) -> tuple[Any, Any]:
     backbone, processor = reference
     if not isinstance(backbone, Teacher):
         raise UsageError("--random_baseline needs a ViT as --reference, not a Raptor.")
     torch.manual_seed(0)
     model = AutoModel.from_config(backbone.model.config)
-    return Teacher(_to_accelerator(model)), processor
-
-
-def _to_accelerator(model: Any) -> Any:
-    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
+    return Teacher(to_accelerator(model)), processor
