@@ -237,6 +237,46 @@ def test_dynamics_options_out_of_range(options, message, capsys):
     assert message in lines[0]
 
 
+def test_study_of_swaps(teacher, distilled, photos, tmp_path, capsys):
+    command = ["study", "swaps", str(teacher), str(distilled / "model"), "--dataset", str(photos), "--image-size", "28"]
+    command += ["--output-dir", str(tmp_path / "swaps"), "--num-blocks", "2", "--max-swaps", "3", "--batch-size", "4"]
+    assert main(command) == 0, capsys.readouterr().err
+    table = capsys.readouterr().out
+    assert "Retained" in table
+    assert " inter " in table
+    records = results(tmp_path / "swaps")["studies"]["swaps"]
+    assert list(records) == ["teacher", "model"]
+    for record in records.values():
+        assert 0 <= record["base_accuracy"] <= 1
+        assert all(effect["accuracy"] is not None for effect in record["effects"])
+    pictures = {path.stem for path in (tmp_path / "swaps" / "figures").iterdir()}
+    assert pictures == {f"swaps_{key}_{name}" for key in ("accuracy", "cosine") for name in ("teacher", "model")}
+    assert "Layers replaced" in (tmp_path / "swaps" / "report.html").read_text()
+    bare = [*command, "--overwrite", "--head", "none", "--repeats", "1", "3", "--num-swapped", "1"]
+    assert main(bare) == 0
+    record = results(tmp_path / "swaps")["studies"]["swaps"]["teacher"]
+    assert (record["phases"], record["base_accuracy"]) == ([1, 3], None)
+    left = {path.stem for path in (tmp_path / "swaps" / "figures").iterdir()}
+    assert left == {"swaps_cosine_teacher", "swaps_cosine_model"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["swaps"], "no model given"),
+        (["x", "--study", "naps"], "--study naps is unknown"),
+        (["swaps", "x", "--head", "own"], "--head own is unknown"),
+        (["swaps", "x", "--num-swapped", "0"], "replace at least one layer"),
+        (["swaps", "x", "--max-swaps", "0"], "--max_swaps 0 is below 1"),
+    ],
+)
+def test_study_options_out_of_range(options, message, capsys):
+    assert main(["study", *options]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
 def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_path, capsys):
     (photos / "train" / "red" / "0.png").write_bytes(b"not an image")
     argv = ["probe", str(teacher), "--dataset", str(photos), "--augment", "none", "--num-epochs", "1"]

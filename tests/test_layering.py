@@ -44,6 +44,7 @@ RANKS = (
     "drawing",
     "plots",
     "flow_plots",
+    "study_plots",
     "results",
     "report",
     "card_edits",

@@ -7,8 +7,8 @@ import torch
 
 from raptor_hf import layer_similarity
 from raptor_hf.dynamics import angle, measure_dynamics
-from raptor_hf.interventions import base_states, sensitivity_curve
-from raptor_hf.studies import compare_flows, study_dynamics
+from raptor_hf.interventions import base_states, layer_swaps, measure_swaps, sensitivity_curve
+from raptor_hf.studies import compare_flows, study_dynamics, study_swaps
 
 
 @pytest.fixture
@@ -66,3 +66,29 @@ def test_flows_of_a_teacher_and_of_raptors(make_teacher, make_model, batches):
         compare_flows(teacher, make_model(block_schedule=[0, 0, 1, 1, 1]), batches)
     with pytest.raises(ValueError, match=r"no batch of images"):
         compare_flows(teacher, model, [])
+
+
+def test_swaps_of_all_numbers_and_scopes(make_model, batches):
+    model = make_model(block_schedule=[0, 0, 1, 1, 1])
+    record = study_swaps(model, batches, (2, 3), num_swapped=(1, 2), max_swaps=6)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert record["num_possible"] == {"intra": {"1": 8, "2": 25}, "inter": {"1": 12, "2": 57}}
+    rows = {(row["scope"], row["num_swapped"]): row for row in record["summary"]}
+    assert {key: row["num_swaps"] for key, row in rows.items()} == dict.fromkeys(
+        [("intra", 1), ("intra", 2), ("inter", 1), ("inter", 2)], 6
+    )
+    again = measure_swaps(model, batches, {"intra": layer_swaps((2, 3), 1, max_swaps=6)})
+    assert [effect["cosine"] for effect in record["effects"][:6]] == [effect.cosine for effect in again.effects]
+    assert record["base_accuracy"] is None
+
+
+def test_numbers_without_a_swap_are_left_out_and_wrong_phases_named(make_model, batches):
+    model = make_model(block_schedule=[0, 1, 1])
+    record = study_swaps(model, batches, (1, 2), num_swapped=(1, 3))
+    assert {(row["scope"], row["num_swapped"]) for row in record["summary"]} == {
+        ("intra", 1),
+        ("inter", 1),
+        ("inter", 3),
+    }
+    with pytest.raises(ValueError, match=r"are 4 layers of 3; give phases of all of them"):
+        study_swaps(model, batches, (2, 2))

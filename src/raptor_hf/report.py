@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-from . import flow_plots, plots
+from . import flow_plots, plots, study_plots
 from .drawing import DPI
 from .phases import Phases
 from .results import (
@@ -49,6 +49,8 @@ FLOW_PATHS = {
     "classes": "class means of the normalised states; open marker: state 0, filled: last state, small: end of a phase",
     "perturbed": "mean direction of perturbed and untouched runs; open marker: where a path starts",
 }
+SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with the untouched last state", 1)}
+SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
 FLOW_HEADER = "Model|Tokens|Speed (rad)|Fastest|Effective rank|Coherence peak|Median modulus|Spectral radius".split("|")
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -165,6 +167,21 @@ def flow_rows(models: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
+def swap_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """`results["studies"]["swaps"]` as rows of text under `SWAPS_HEADER`, one per model, scope and number."""
+    rows = []
+    for name, record in records.items():
+        for entry in record["summary"]:
+            cosine, accuracy = entry["cosine"]["all"], entry["accuracy"] or {}
+            possible = record["num_possible"][entry["scope"]][str(entry["num_swapped"])]
+            share = accuracy["mean"] / record["base_accuracy"] if accuracy and record["base_accuracy"] else None
+            row = [name, entry["scope"], str(entry["num_swapped"]), f"{entry['num_swaps']} of {possible}"]
+            row += [as_number(cosine["mean"], form=".4f"), as_number(cosine["std"], form=".4f")]
+            row += [as_number(accuracy.get("mean"), 100), as_number(accuracy.get("std"), 100)]
+            rows.append([*row, as_number(share, form=".3f")])
+    return rows
+
+
 def _results_section(results: dict[str, Any]) -> list[Block]:
     header, rows = summary_rows(results)
     blocks = []
@@ -276,6 +293,28 @@ def _dynamics_section(results: dict[str, Any]) -> list[Block]:
     return blocks
 
 
+def _studies_section(results: dict[str, Any]) -> list[Block]:
+    """Fig. 15 of the paper for each model."""
+    records: dict[str, Any] = (results.get("studies") or {}).get("swaps") or {}
+    blocks = []
+    for name, record in records.items():
+        stem = re.sub(r"[^\w.-]+", "_", name)
+        for key, (label, scale) in SWAP_VALUES.items():
+            values: dict[str, dict[int, list[float]]] = {}
+            for effect in record["effects"]:
+                value = effect["cosine"]["all"] if key == "cosine" else effect[key]
+                if value is not None:
+                    values.setdefault(effect["scope"], {}).setdefault(len(effect["swap"]), []).append(scale * value)
+            if values:
+                base = record["base_accuracy"] if key == "accuracy" else 1.0
+                figure = study_plots.swaps_figure(values, label, ("untouched model", scale * base))
+                caption = f"{name}: every point is one swap; bars are their means"
+                blocks.append(_figure(f"swaps_{key}_{stem}", figure, caption))
+    if records:
+        blocks.append(_table("Layers replaced; means and sigma over swaps", swap_rows(records), SWAPS_HEADER))
+    return blocks
+
+
 def _details(entries: dict[str, Any]) -> list[Block]:
     """Every metric that is one number, of each model's first head."""
     firsts = {name: entry["details"][0] for name, entry in entries.items() if entry.get("details")}
@@ -323,6 +362,7 @@ _SECTIONS = {
     "Fidelity": _fidelity_section,
     "Accuracy": _accuracy_section,
     "Training": _training_section,
+    "Layer swaps": _studies_section,
     "Dynamics": _dynamics_section,
     "Environment": _environment_section,
     "Load the model": _usage_section,
