@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 import dense_sets
-from raptor_hf import RaptorModel, dense_probes, probes
+from raptor_hf import RaptorModel, dense_probes, probes, study_report
 from raptor_hf import report as report_module
 from raptor_hf.cli import COMMANDS, main
 from raptor_hf.cli.report import merge_results
@@ -210,8 +210,8 @@ def test_dynamics_of_teacher_and_raptor(teacher, distilled, photos, tmp_path, ca
     assert part["angles"]["model"]["cls"][0] == pytest.approx(0, abs=1e-6)  # the embeddings are the teacher's
     assert part["angles"]["model"]["cls"][-1] > 1e-3
     pictures = {path.stem for path in (tmp_path / "flow" / "figures").iterdir()}
-    measures = {f"dynamics_{key}" for key in (*report_module.FLOW_CURVES, "eigenvalues", "angles")}
-    paths = {f"dynamics_{kind}_{name}" for kind in report_module.FLOW_PATHS for name in ("teacher", "model")}
+    measures = {f"dynamics_{key}" for key in (*study_report.FLOW_CURVES, "eigenvalues", "angles")}
+    paths = {f"dynamics_{kind}_{name}" for kind in study_report.FLOW_PATHS for name in ("teacher", "model")}
     assert pictures == measures | paths
     assert "The flow in numbers" in (tmp_path / "flow" / "report.html").read_text()
     assert main(command) == 2

@@ -6,59 +6,124 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .drawing import COLOURS, INK, MARKERS, add_legend, new_figure, set_labels, to_array
+from .drawing import (
+    COLOURS,
+    INK,
+    MARKERS,
+    add_legend,
+    layer_ticks,
+    line_style,
+    new_figure,
+    plain_text,
+    set_labels,
+    to_array,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SCOPE_LABELS = {
+SERIES_LABELS = {
     "intra": "by a layer of the same phase",
     "inter": "by a layer of another phase",
     "given": "by a given layer",
 }
 
 
-def swaps_figure(
-    effects: Mapping[str, Mapping[int, Sequence[float]]],
+def runs_figure(
+    values: Mapping[str, Mapping[int, Sequence[float]]],
+    xlabel: str,
     ylabel: str,
     reference: tuple[str, float] | None = None,
     *,
     title: str | None = None,
 ) -> "Figure":
-    """What replacing layers does: one point per swap, and their means as bars (arXiv 2512.19941, Fig. 15).
+    """One point per run or swap, and their means as bars, side by side (arXiv 2512.19941, Fig. 3 and Fig. 15).
 
     Args:
-        effects (mapping of scope to mapping of number of replaced layers to values): accuracies or cosines.
-        ylabel (`str`): name and unit of the value.
-        reference (name and value, *optional*): of the untouched model, a dashed line.
+        values (mapping of series to mapping of number to values): for example accuracies by kind of swap and number of
+            layers replaced.
+        xlabel, ylabel (`str`): names of number and value, with unit.
+        reference (name and value, *optional*): a dashed line, such as the untouched model.
 
     Raises:
         ValueError: if there is no value.
     """
-    numbers = sorted({number for groups in effects.values() for number, values in groups.items() if len(values)})
+    numbers = sorted({number for groups in values.values() for number, part in groups.items() if len(part)})
     if not numbers:
-        raise ValueError("effects hold no swap; leave this picture out.")
+        raise ValueError("values are empty; leave this picture out.")
     figure, (axes,) = new_figure(6.4, 4.2, "y")
     handles: dict[str, Any] = {}
-    width = 0.8 / len(effects)
-    for index, (scope, groups) in enumerate(effects.items()):
-        for number, values in groups.items():
-            if not len(values):
+    width = 0.8 / len(values)
+    for index, (series, groups) in enumerate(values.items()):
+        for number, part in groups.items():
+            if not len(part):
                 continue
-            place = numbers.index(number) + (index - (len(effects) - 1) / 2) * width
+            place = numbers.index(number) + (index - (len(values) - 1) / 2) * width
             # Points side by side, in an order that depends on nothing but their number.
-            spread = width * 0.8 * (np.modf(np.arange(len(values)) * 0.618034)[0] - 0.5)
+            spread = width * 0.8 * (np.modf(np.arange(len(part)) * 0.618034)[0] - 0.5)
             look: dict[str, Any] = {"s": 14, "alpha": 0.45, "linewidths": 0, "marker": MARKERS[index]}
-            axes.scatter(place + spread, to_array(values), color=COLOURS[index], **look)
+            axes.scatter(place + spread, to_array(part), color=COLOURS[index], **look)
             ends = (place - width * 0.42, place + width * 0.42)
-            mean = fmean(values)
+            mean = fmean(part)
             (line,) = axes.plot(ends, (mean, mean), color=COLOURS[index], linewidth=2.4, zorder=3)
-            handles[SCOPE_LABELS.get(scope, scope)] = line
+            handles[SERIES_LABELS.get(series, series)] = line
     if reference is not None:
         line = axes.axhline(reference[1], color=INK, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1)
         handles[reference[0]] = line
     axes.set(xticks=range(len(numbers)), xlim=(-0.5, len(numbers) - 0.5))
     axes.set_xticklabels([str(number) for number in numbers])
-    set_labels(axes, "layers replaced", ylabel, title)
+    set_labels(axes, xlabel, ylabel, title)
+    add_legend(figure, handles)
+    return figure
+
+
+def scores_figure(
+    scores: Mapping[str, float],
+    elbow: int | None,
+    stability: Mapping[str, Mapping[str, float]],
+    num_layers: int,
+    *,
+    title: str | None = None,
+) -> "Figure":
+    """Score against the number of blocks, and how often each boundary is found (arXiv 2512.19941, Fig. 2, App. B).
+
+    Args:
+        scores (mapping of `k` as text to float), elbow (`int`, *optional*): from `studies.partition_scores`.
+        stability (mapping of `k` to mapping of layer to share): from `studies.boundary_stability`; may be empty.
+        num_layers (`int`): `L`.
+
+    Raises:
+        ValueError: if there is no score.
+    """
+    if not scores:
+        raise ValueError("scores are empty; leave this picture out.")
+    figure, grid = new_figure(9.6 if stability else 6.4, 4.0, shape=(1, 2 if stability else 1), share=False)
+    counts = [int(count) for count in scores]
+    handles: dict[str, Any] = {}
+    (handles["best partition"],) = grid[0].plot(counts, to_array(list(scores.values())), **line_style(0))
+    if elbow is not None:
+        style: dict[str, Any] = {"color": COLOURS[1], "linestyle": ":", "linewidth": 1.6}
+        handles[f"elbow, k = {elbow}"] = grid[0].axvline(elbow, **style)
+    grid[0].set_xticks(layer_ticks(len(counts)))
+    set_labels(grid[0], "blocks", "score of the partition", None)
+    if stability:
+        table = np.array(
+            [[shares.get(str(layer), 0.0) for layer in range(1, num_layers)] for shares in stability.values()]
+        )
+        image = grid[1].imshow(table, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", origin="lower")
+        for row, column in zip(*np.nonzero(table >= 0.005), strict=True):
+            colour = "white" if table[row, column] > 0.55 else INK
+            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
+            grid[1].text(column, row, f"{100 * table[row, column]:.0f}", color=colour, **place)
+        bar = figure.colorbar(image, ax=grid[1], pad=0.02)
+        bar.set_label("share of resamples (%: numbers)", fontsize=9, color=INK)
+        ticks = layer_ticks(num_layers - 1)
+        grid[1].set(xticks=[tick - 1 for tick in ticks], yticks=range(len(stability)))
+        grid[1].set_xticklabels([str(tick) for tick in ticks])
+        grid[1].set_yticklabels(list(stability))
+        grid[1].grid(False)
+        set_labels(grid[1], "phase ends behind layer", "blocks", None)
+    if title:
+        figure.suptitle(plain_text(title), fontsize=11, color=INK)
     add_legend(figure, handles)
     return figure

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader
 
 from ..data import collate_pixels
 from ..interventions import EPS_SCALES
-from ..report import FLOW_HEADER, flow_rows, write_report
+from ..report import write_report
 from ..results import RESULTS_FILE, new_results, to_plain, write_json
 from ..studies import compare_flows, study_dynamics
+from ..study_report import FLOW_HEADER, flow_rows
 from ..teachers import public_name
 from .backbones import load_backbone, short_names
 from .common import ImageArguments, check_finished, load_split, to_pixels

@@ -16,9 +16,10 @@ from ..interventions.runs import layout_of
 from ..modeling_raptor import RaptorModel
 from ..phases import Phases, find_phases, layer_similarity
 from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments
-from ..report import SWAPS_HEADER, swap_rows, write_report
+from ..report import write_report
 from ..results import RESULTS_FILE, new_results, write_json
 from ..studies import study_swaps
+from ..study_report import SWAPS_HEADER, swap_rows
 from ..teachers import Teacher, public_name
 from .backbones import load_backbone, short_names
 from .common import ImageArguments, check_finished, load_split, to_pixels

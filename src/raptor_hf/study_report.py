@@ -1,0 +1,137 @@
+"""Sections of the report on the studies: the flow over depth, layers replaced, partitions; and their tables as text."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from . import flow_plots, study_plots
+from .report_blocks import Block, figure_block, table_block
+from .results import as_number
+
+# Curves of `results["dynamics"]`: axis, caption, whether of states (else of layers), logarithmic scale.
+FLOW_CURVES = {
+    "convergence": ("cosine with the last state", "Directional convergence; band: 5 to 95 % of images", True, False),
+    "norm": ("norm of the states", "Norm of the states; band: 5 to 95 % of images", True, True),
+    "angular_speed": ("angular speed (rad / layer)", "Angular speed; band: 5 to 95 % of images", False, False),
+    "effective_rank": ("effective rank", "Effective rank of the angular updates of all images", False, True),
+    "stable_rank": ("stable rank", "Stable rank of the angular updates of all images", False, True),
+    "coherence": ("coherence", "Mean cosine of an angular update with the mean update", False, False),
+    "sensitivity": (
+        "(1 − cos) / ε at the last state", "Sensitivity of a group's last state to a perturbation of it", True, True
+    ),
+}  # fmt: skip
+FLOW_PATHS = {
+    "classes": "class means of the normalised states; open marker: state 0, filled: last state, small: end of a phase",
+    "perturbed": "mean direction of perturbed and untouched runs; open marker: where a path starts",
+}
+SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with the untouched last state", 1)}
+SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
+FLOW_HEADER = "Model|Tokens|Speed (rad)|Fastest|Effective rank|Coherence peak|Median modulus|Spectral radius".split("|")
+
+
+def swap_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """`results["studies"]["swaps"]` as rows of text under `SWAPS_HEADER`, one per model, scope and number."""
+    rows = []
+    for name, record in records.items():
+        for entry in record["summary"]:
+            cosine, accuracy = entry["cosine"]["all"], entry["accuracy"] or {}
+            possible = record["num_possible"][entry["scope"]][str(entry["num_swapped"])]
+            share = accuracy["mean"] / record["base_accuracy"] if accuracy and record["base_accuracy"] else None
+            row = [name, entry["scope"], str(entry["num_swapped"]), f"{entry['num_swaps']} of {possible}"]
+            row += [as_number(cosine["mean"], form=".4f"), as_number(cosine["std"], form=".4f")]
+            row += [as_number(accuracy.get("mean"), 100), as_number(accuracy.get("std"), 100)]
+            rows.append([*row, as_number(share, form=".3f")])
+    return rows
+
+
+def flow_curves(record: Mapping[str, Any], key: str) -> dict[str, dict[str, Any]]:
+    """One measure of `results["dynamics"]["models"][name]` by token group, with a band if it is of images."""
+    if key == "sensitivity":
+        found = record.get("sensitivity") or {}
+        return {group: {"mean": curve} for group, curve in (found.get("per_eps") or {}).items()}
+    curves = {}
+    for group, entry in record["groups"].items():
+        if key in entry:
+            value = entry[key]
+            quantiles = value["quantiles"] if isinstance(value, Mapping) else {}
+            band = {"low": quantiles["0.05"], "high": quantiles["0.95"]} if quantiles else {}
+            curves[group] = {"mean": value["mean"] if isinstance(value, Mapping) else value, **band}
+    return curves
+
+
+def flow_rows(models: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """What the curves of `results["dynamics"]["models"]` come down to: rows of text under `FLOW_HEADER`, one per model
+    and token group. Speed is the mean over layers, ranks are of the first and the last layer.
+    """
+    rows = []
+    for name, group, entry in ((name, *item) for name, record in models.items() for item in record["groups"].items()):
+        speed, ranks = entry["angular_speed"]["mean"], entry.get("effective_rank") or [None]
+        coherence, modes = entry["coherence"], entry["dmd"]
+        row = [
+            name,
+            group,
+            as_number(sum(speed) / len(speed), form=".3f"),
+            str(1 + speed.index(max(speed))),
+            "–".join(dict.fromkeys(as_number(rank, form=".1f") for rank in (ranks[0], ranks[-1]))),
+            str(1 + coherence.index(max(coherence))),
+            as_number(modes["median_modulus"], form=".3f"),
+            as_number(modes["spectral_radius"], form=".3f"),
+        ]
+        rows.append(row)
+    return rows
+
+
+def dynamics_section(results: dict[str, Any]) -> list[Block]:
+    """Fig. 8 to 12 of the paper, models side by side, and what they come down to as a table."""
+    part = results.get("dynamics") or {}
+    models: dict[str, Any] = part.get("models") or {}
+    boundaries = {name: flow_plots.phase_boundaries(record["phases"]) for name, record in models.items()}
+    blocks = []
+    for key, (label, caption, is_state, log) in FLOW_CURVES.items():
+        curves = {name: flow_curves(record, key) for name, record in models.items()}
+        values = [value for groups in curves.values() for curve in groups.values() for value in curve["mean"]]
+        if any(value is not None and (value > 0 or not log) for value in values):
+            figure = flow_plots.flow_figure(curves, label, boundaries, of_states=is_state, log=log)
+            blocks.append(figure_block(f"dynamics_{key}", figure, caption))
+    eigenvalues = {
+        name: {group: entry["dmd"]["eigenvalues"] for group, entry in record["groups"].items()}
+        for name, record in models.items()
+    }
+    if eigenvalues:
+        caption = "Eigenvalues of dynamic mode decomposition, mean token of each group, with the unit circle"
+        blocks.append(figure_block("dynamics_eigenvalues", flow_plots.eigenvalue_figure(eigenvalues), caption))
+        blocks.append(table_block("The flow in numbers", flow_rows(models), FLOW_HEADER))
+    for name, record in models.items():
+        for kind, caption in FLOW_PATHS.items():
+            if groups := record["paths"].get(kind):
+                paths = {group: entry["paths"] for group, entry in groups.items()}
+                shares = {group: entry["explained"] for group, entry in groups.items()}
+                figure = flow_plots.path_figure(paths, shares, boundaries[name])
+                stem = re.sub(r"[^\w.-]+", "_", name)
+                blocks.append(figure_block(f"dynamics_{kind}_{stem}", figure, f"{name}: {caption}"))
+    if part.get("angles"):
+        figure = flow_plots.flow_figure(part["angles"], "angle to the first model (rad)", boundaries, of_states=True)
+        blocks.append(figure_block("dynamics_angles", figure, "Angle between states of a model and of the first one"))
+    return blocks
+
+
+def studies_section(results: dict[str, Any]) -> list[Block]:
+    """Fig. 15 of the paper for each model."""
+    records: dict[str, Any] = (results.get("studies") or {}).get("swaps") or {}
+    blocks = []
+    for name, record in records.items():
+        stem = re.sub(r"[^\w.-]+", "_", name)
+        for key, (label, scale) in SWAP_VALUES.items():
+            values: dict[str, dict[int, list[float]]] = {}
+            for effect in record["effects"]:
+                value = effect["cosine"]["all"] if key == "cosine" else effect[key]
+                if value is not None:
+                    values.setdefault(effect["scope"], {}).setdefault(len(effect["swap"]), []).append(scale * value)
+            if values:
+                base = record["base_accuracy"] if key == "accuracy" else 1.0
+                figure = study_plots.runs_figure(values, "layers replaced", label, ("untouched model", scale * base))
+                caption = f"{name}: every point is one swap; bars are their means"
+                blocks.append(figure_block(f"swaps_{key}_{stem}", figure, caption))
+    if records:
+        blocks.append(table_block("Layers replaced; means and sigma over swaps", swap_rows(records), SWAPS_HEADER))
+    return blocks

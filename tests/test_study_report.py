@@ -1,0 +1,29 @@
+"""Rows of the studies as text."""
+
+from raptor_hf.study_report import FLOW_HEADER, SWAPS_HEADER, dynamics_section, flow_rows, studies_section, swap_rows
+
+
+def test_a_flow_comes_down_to_a_row_per_token_group():
+    entry = {
+        "angular_speed": {"mean": [0.1, 0.5, 0.3], "quantiles": {}}, "coherence": [0.2, 0.1, 0.9],
+        "effective_rank": [9.04, 3.0, 2.96], "dmd": {"median_modulus": 0.5, "spectral_radius": 1.25},
+    }  # fmt: skip
+    rows = flow_rows({"a": {"groups": {"cls": entry, "patch": {**entry, "effective_rank": None}}}})
+    assert rows[0] == ["a", "cls", "0.300", "2", "9.0–3.0", "3", "0.500", "1.250"]
+    assert rows[1][4] == "–"
+    assert {len(row) for row in rows} == {len(FLOW_HEADER)}
+
+
+def test_swaps_come_down_to_a_row_per_scope_and_number():
+    summary = {"scope": "intra", "num_swapped": 2, "num_swaps": 5, "cosine": {"all": {"mean": 0.5, "std": None}}}
+    record = {"num_possible": {"intra": {"2": 7}}, "base_accuracy": 0.8}
+    with_head = {**record, "summary": [{**summary, "accuracy": {"mean": 0.4, "std": 0.1}}]}
+    without = {**record, "base_accuracy": None, "summary": [{**summary, "accuracy": None}]}
+    rows = swap_rows({"a": with_head, "b": without})
+    assert rows[0] == ["a", "intra", "2", "5 of 7", "0.5000", "–", "40.00", "10.00", "0.500"]
+    assert rows[1][-3:] == ["–"] * 3
+    assert {len(row) for row in rows} == {len(SWAPS_HEADER)}
+
+
+def test_results_without_studies_have_no_such_section():
+    assert dynamics_section({}) == studies_section({"studies": {}}) == []
