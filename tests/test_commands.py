@@ -260,9 +260,38 @@ def test_study_of_swaps(teacher, distilled, photos, tmp_path, capsys):
     assert left == {"swaps_cosine_teacher", "swaps_cosine_model"}
 
 
+def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
+    command = ["study", "partitions", str(teacher), "--dataset", str(photos), "--image-size", "28", "--num-blocks", "2"]
+    command += ["--output-dir", str(tmp_path / "cuts"), "--distill-steps", "2", "--distill-batch-size", "4"]
+    command += ["--num-random", "1"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "max-cut" in capsys.readouterr().out
+    record = results(tmp_path / "cuts")["studies"]["partitions"]
+    assert [run["scheme"] for run in record["runs"]["2"]] == ["max-cut", "random contiguous", "random"]
+    assert all(0 <= run["accuracy"] <= 1 for run in record["runs"]["2"])
+    assert list(record["scores"]) == ["1", "2", "3", "4"]
+    pictures = {path.stem for path in (tmp_path / "cuts" / "figures").iterdir()}
+    assert pictures == {"partition_scores", "partitions_accuracy", "partitions_r2"}
+    (tmp_path / "cuts" / "results.json").unlink()  # as if it had been interrupted
+    assert main([*command[:-1], "2"]) == 0
+    assert len(results(tmp_path / "cuts")["studies"]["partitions"]["runs"]["2"]) == 5
+    (tmp_path / "cuts" / "results.json").unlink()
+    assert main([*command, "--distill-steps", "3"]) == 2
+    assert "holds runs with distill_steps=2, not 3" in capsys.readouterr().err
+    assert main([*command, "--overwrite", "--distill-steps", "0"]) == 0
+    assert results(tmp_path / "cuts")["studies"]["partitions"]["runs"] == {}
+    assert main(["study", "partitions", str(distilled / "model"), "--output-dir", str(tmp_path / "other")]) == 2
+    assert "is a Raptor, whose phases are given" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["partitions", "x", "y"], "distils one teacher"),
+        (["swaps", "x", "--num-blocks", "2", "3"], "swaps are of one partition"),
+        (["partitions", "x", "--num-blocks", "0"], "give numbers of at least 1"),
+        (["partitions", "x", "--num-seeds", "0"], "--num_seeds 0 is below 1"),
+        (["partitions", "x", "--distill-steps", "-1"], "--distill_steps -1 is negative"),
         (["swaps"], "no model given"),
         (["x", "--study", "naps"], "--study naps is unknown"),
         (["swaps", "x", "--head", "own"], "--head own is unknown"),

@@ -23,7 +23,7 @@ from .results import (
     without_folders,
     write_file,
 )
-from .study_report import dynamics_section, studies_section
+from .study_report import dynamics_section, partitions_section, studies_section
 from .tokens import TOKEN_GROUPS, schedule_segments
 
 PROBE_AXES = {"accuracy": "top-1 accuracy (%)", "mean_iou": "mean IoU (%)"}
@@ -231,6 +231,7 @@ _SECTIONS = {
     "Fidelity": _fidelity_section,
     "Accuracy": _accuracy_section,
     "Training": _training_section,
+    "Partitions": partitions_section,
     "Layer swaps": studies_section,
     "Dynamics": dynamics_section,
     "Environment": _environment_section,

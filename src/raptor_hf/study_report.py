@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from statistics import fmean, stdev
 from typing import Any
 
 from . import flow_plots, study_plots
@@ -25,6 +26,7 @@ FLOW_PATHS = {
     "perturbed": "mean direction of perturbed and untouched runs; open marker: where a path starts",
 }
 SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with the untouched last state", 1)}
+PARTITIONS_HEADER = "Blocks|Partition|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
 FLOW_HEADER = "Model|Tokens|Speed (rad)|Fastest|Effective rank|Coherence peak|Median modulus|Spectral radius".split("|")
 
@@ -112,6 +114,54 @@ def dynamics_section(results: dict[str, Any]) -> list[Block]:
     if part.get("angles"):
         figure = flow_plots.flow_figure(part["angles"], "angle to the first model (rad)", boundaries, of_states=True)
         blocks.append(figure_block("dynamics_angles", figure, "Angle between states of a model and of the first one"))
+    return blocks
+
+
+def partition_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """`results["studies"]["partitions"]` as rows of text under `PARTITIONS_HEADER`, by blocks and scheme."""
+    rows, base = [], record["base_accuracy"]
+    for count, runs in record["runs"].items():
+        for scheme in dict.fromkeys(run["scheme"] for run in runs):
+            own = [run for run in runs if run["scheme"] == scheme]
+            means, sigmas = {}, {}
+            for key in ("accuracy", "r2", "r2_last"):
+                values = [run[key] for run in own if run[key] is not None]
+                means[key] = fmean(values) if values else None
+                sigmas[key] = stdev(values) if len(values) > 1 else None
+            share = means["accuracy"] / base if base and means["accuracy"] is not None else None
+            row = [count, scheme, str(len(own)), as_number(means["accuracy"], 100), as_number(sigmas["accuracy"], 100)]
+            row += [
+                as_number(share, form=".3f"),
+                as_number(means["r2"], form=".3f"),
+                as_number(sigmas["r2"], form=".3f"),
+            ]
+            rows.append([*row, as_number(means["r2_last"], form=".3f")])
+    return rows
+
+
+def partitions_section(results: dict[str, Any]) -> list[Block]:
+    """Fig. 2 and 3 of the paper."""
+    record: dict[str, Any] = (results.get("studies") or {}).get("partitions") or {}
+    if not record:
+        return []
+    figure = study_plots.scores_figure(record["scores"], record["elbow"], record["stability"], record["num_layers"])
+    caption = "Score of the best partition, and how often a boundary is found when images are drawn anew"
+    blocks = [figure_block("partition_scores", figure, f"{caption} ({record['num_images']:,} images)")]
+    references = {"accuracy": record["base_accuracy"], "r2": None}
+    for key, (label, scale) in {"accuracy": ("top-1 accuracy (%)", 100), "r2": ("mean R² with the teacher", 1)}.items():
+        values: dict[str, dict[int, list[float]]] = {}
+        for count, runs in record["runs"].items():
+            for run in runs:
+                if run[key] is not None:
+                    values.setdefault(run["scheme"], {}).setdefault(int(count), []).append(scale * run[key])
+        if values:
+            base = references[key]
+            line = None if base is None else ("teacher", scale * base)
+            figure = study_plots.runs_figure(values, "blocks", label, line)
+            blocks.append(figure_block(f"partitions_{key}", figure, "Every point is one Raptor; bars are their means"))
+    if record["runs"]:
+        rows = partition_rows(record)
+        blocks.append(table_block("Raptors of each partition; sigma is over runs", rows, PARTITIONS_HEADER))
     return blocks
 
 

@@ -1,25 +1,32 @@
-"""`raptor-hf study swaps MODEL [MODEL ...]`: layers replaced by others of the same phase, and of other phases."""
+"""`raptor-hf study swaps MODEL [MODEL ...]`: layers replaced by others of the same phase, and of other phases.
 
+`raptor-hf study partitions TEACHER`: score against the number of blocks, how surely boundaries are found, and Raptors
+of the max-cut beside those of random partitions.
+"""
+
+import dataclasses
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from ..data import ImageDataset, collate_pixels
-from ..interventions import base_states
+from ..arguments import DistillationArguments
+from ..data import ImageDataset, PixelDataset, collate_pixels
+from ..interventions import Head
 from ..interventions.runs import layout_of
 from ..modeling_raptor import RaptorModel
 from ..phases import Phases, find_phases, layer_similarity
-from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments
+from ..probes import IMAGE_CLASSIFICATION, FrozenBackbone, LinearProbe, ProbeArguments
 from ..report import write_report
-from ..results import RESULTS_FILE, new_results, write_json
-from ..studies import study_swaps
-from ..study_report import SWAPS_HEADER, swap_rows
+from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
+from ..studies import boundary_stability, distil_partitions, partition_schemes, partition_scores, study_swaps
+from ..study_report import PARTITIONS_HEADER, SWAPS_HEADER, partition_rows, swap_rows
 from ..teachers import Teacher, public_name
 from .backbones import load_backbone, short_names
 from .common import ImageArguments, check_finished, load_split, to_pixels
@@ -27,7 +34,8 @@ from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
 
-STUDIES = ("swaps",)
+STUDIES = ("swaps", "partitions")
+SETTINGS_FILE = "settings.json"
 HEADS = ("probe", "none")
 
 
@@ -40,8 +48,10 @@ class StudyArguments:
     models: list[str] = field(
         default_factory=list, metadata={"help": "ViTs and Raptors: folders or Hub ids (required)."}
     )
-    study: str = field(default="swaps", metadata={"help": "swaps: layers replaced by others of the model."})
-    num_blocks: int = field(default=3, metadata={"help": "Phases of a ViT; a Raptor has its own."})
+    study: str = field(default="swaps", metadata={"help": "swaps: layers replaced; partitions: other phases."})
+    num_blocks: list[int] | None = field(
+        default=None, metadata={"help": "Phases of a ViT; default 3 for swaps, 2 3 4 for partitions."}
+    )
     repeats: list[int] | None = field(default=None, metadata={"help": "Layers of each phase, in place of found ones."})
     num_swapped: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Layers replaced at once."})
     max_swaps: int | None = field(
@@ -51,6 +61,11 @@ class StudyArguments:
         default="probe",
         metadata={"help": "probe (linear, of the training split; needs labels), or none."},
     )
+    num_random: int = field(default=3, metadata={"help": "Random partitions of each kind and number of blocks."})
+    num_seeds: int = field(default=1, metadata={"help": "Raptors distilled of each partition."})
+    distill_steps: int = field(default=300, metadata={"help": "Steps of a distillation; 0 for none, the scores alone."})
+    distill_batch_size: int = field(default=64, metadata={"help": "Images per step of a distillation."})
+    distill_learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate of a distillation."})
     learning_rate: float = field(default=1e-2, metadata={"help": "Of the probe."})
     num_epochs: int = field(default=15, metadata={"help": "Of the probe."})
     batch_size: int = field(default=32, metadata={"help": "Images in a forward pass."})
@@ -77,27 +92,127 @@ def main(argv: list[str]) -> int:
     backbones = {label: load_backbone(name) for label, name in zip(short_names(names), names, strict=True)}
     dataset = load_split(images, images.eval_split, args.seed)
     if args.head == "probe" and dataset.labels is None:
-        raise UsageError(f"{dataset.name} has no labels for a probe; give --head none to measure the cosine alone.")
-    train = load_split(images, images.train_split, args.seed) if args.head == "probe" else None
-    records = {}
-    for label, (model, processor) in backbones.items():
-        pixels = to_pixels(dataset, processor, images.image_size)
-        loader = DataLoader(pixels, args.batch_size, num_workers=args.num_workers, collate_fn=collate_pixels)
-        head = None if train is None else _head(model, processor, label, train, dataset, args, images.image_size)
-        phases = _phases(model, loader, args)
-        with status(f"swapping layers of {label}, phases {phases}"):
-            records[label] = study_swaps(
-                model, loader, phases, num_swapped=args.num_swapped, max_swaps=args.max_swaps, seed=args.seed, head=head
-            )
+        raise UsageError(f"{dataset.name} has no labels for a probe; give --head none to do without.")
+    records: dict[str, Any] = {}
+    header, rows = [], list[list[str]]()
+    if args.study == "swaps":
+        records["swaps"] = {label: _swaps(label, *backbones[label], dataset, args, images) for label in backbones}
+        header, rows = SWAPS_HEADER, swap_rows(records["swaps"])
+    else:
+        ((label, (teacher, _)),) = backbones.items()
+        records["partitions"] = _partitions(label, teacher, dataset, args, images)
+        header, rows = PARTITIONS_HEADER, partition_rows(records["partitions"])
     results = new_results(
-        f"Layers of {', '.join(backbones)} replaced", shlex.join(["raptor-hf", "study", *argv]), args.seed
+        f"Study of {args.study}: {', '.join(backbones)}", shlex.join(["raptor-hf", "study", *argv]), args.seed
     )
-    results["studies"] = {"swaps": records, "dataset": public_name(images.dataset)}
+    results["studies"] = {**records, "dataset": public_name(images.dataset)}
     write_report(output_dir, results)
     write_json(output_dir / RESULTS_FILE, results)  # last: a run is finished when its results are there
-    table(SWAPS_HEADER, swap_rows(records), title=f"{len(dataset)} images of {public_name(images.dataset)}")
+    table(header, rows, title=f"{len(dataset)} images of {public_name(images.dataset)}")
     note(f"wrote {output_dir}")
     return 0
+
+
+def _swaps(
+    label: str,
+    model: RaptorModel | Teacher,
+    processor: Any,
+    dataset: ImageDataset,
+    args: StudyArguments,
+    images: ImageArguments,
+) -> dict[str, Any]:
+    loader = _loader(to_pixels(dataset, processor, images.image_size), args)
+    head = _head(model, processor, label, dataset, args, images)
+    if args.repeats is not None:
+        phases = Phases.from_repeats(args.repeats)
+    elif isinstance(model, RaptorModel):
+        schedule: Any = model.config.block_schedule
+        phases = Phases.from_schedule(schedule)
+    else:
+        (count,) = args.num_blocks or [3]
+        with status("comparing layers"):
+            phases = find_phases(layer_similarity(_states(model, loader)), min(count, model.num_layers))
+    with status(f"swapping layers of {label}, phases {phases}"):
+        return study_swaps(
+            model, loader, phases, num_swapped=args.num_swapped, max_swaps=args.max_swaps, seed=args.seed, head=head
+        )
+
+
+def _partitions(
+    label: str, teacher: RaptorModel | Teacher, dataset: ImageDataset, args: StudyArguments, images: ImageArguments
+) -> dict[str, Any]:
+    if not isinstance(teacher, Teacher):
+        raise UsageError(f"{label} is a Raptor, whose phases are given; name a ViT for a study of partitions.")
+    counts = args.num_blocks or [2, 3, 4]
+    if max(counts) > teacher.num_layers:
+        raise UsageError(f"--num_blocks {max(counts)} of a ViT of {teacher.num_layers} layers; use fewer.")
+    output_dir = Path(args.output_dir)
+    _check_settings(output_dir / SETTINGS_FILE, args, images)
+    train = to_pixels(load_split(images, images.train_split, args.seed), teacher.image_processor, images.image_size)
+    evaluation = to_pixels(dataset, teacher.image_processor, images.image_size)
+    loader = _loader(train, args)
+    with status("comparing layers"):
+        similarity = layer_similarity(_states(teacher, loader))
+        stability = boundary_stability(_states(teacher, loader), counts, seed=args.seed)
+    record = {
+        "num_layers": teacher.num_layers,
+        "num_images": len(train),
+        "similarity": similarity.tolist(),
+        **partition_scores(similarity),
+        "stability": stability,
+        "runs": {},
+        "base_accuracy": None,
+    }
+    if args.distill_steps == 0:
+        return record
+    head, score = _head(teacher, teacher.image_processor, label, dataset, args, images), None
+    if head is not None:
+        tests = _loader(evaluation, args)
+        score = partial(_accuracy, loader=tests, head=head)
+        record["base_accuracy"] = score(teacher)
+    for count in counts:
+        schemes = partition_schemes(similarity, count, args.num_random, seed=args.seed)
+        number = sum(map(len, schemes.values())) * args.num_seeds
+        with status(f"distilling {number} Raptors of {count} blocks"):
+            record["runs"][str(count)] = distil_partitions(
+                teacher, schemes, partial(_distillation, args), train, evaluation, output_dir / f"k{count}", score,
+                seeds=range(args.seed, args.seed + args.num_seeds),
+            )  # fmt: skip
+    return record
+
+
+def _distillation(args: StudyArguments, folder: str, seed: int) -> DistillationArguments:
+    return DistillationArguments(
+        output_dir=folder, max_steps=args.distill_steps, per_device_train_batch_size=args.distill_batch_size,
+        learning_rate=args.distill_learning_rate, seed=seed, report_to="none", dataloader_num_workers=args.num_workers,
+    )  # fmt: skip
+
+
+def _check_settings(path: Path, args: StudyArguments, images: ImageArguments) -> None:
+    """Refuses to go on with runs of other settings.
+
+    Raises:
+        UsageError: if the folder holds such.
+    """
+    left_out = ("overwrite", "output_dir", "num_workers", "num_blocks", "num_random", "num_seeds")
+    settings = to_plain({**dataclasses.asdict(args), **dataclasses.asdict(images)})
+    settings = {key: value for key, value in settings.items() if key not in left_out}
+    found = read_json(path) if path.is_file() else settings
+    if changed := [key for key in settings if found.get(key) != settings[key]]:
+        raise UsageError(
+            f"{path.parent} holds runs with {changed[0]}={found.get(changed[0])!r}, not {settings[changed[0]]!r}; give "
+            "--overwrite to replace them, or another --output_dir."
+        )
+    write_json(path, settings)
+
+
+def _accuracy(model: RaptorModel | Teacher, loader: DataLoader, head: Head) -> float:
+    """Share of images that a head classifies rightly on a model's final LayerNorm."""
+    frozen, hits, count = FrozenBackbone(model), 0, 0
+    for batch in loader:
+        hits += int((head(frozen(batch["pixel_values"])).argmax(dim=-1).cpu() == batch["labels"]).sum())
+        count += len(batch["labels"])
+    return hits / count
 
 
 def _check(args: StudyArguments) -> None:
@@ -112,41 +227,47 @@ def _check(args: StudyArguments) -> None:
         raise UsageError("no model given; name folders or Hub ids of ViTs or Raptors.")
     if args.head not in HEADS:
         raise UsageError(f"--head {args.head} is unknown; use one of {', '.join(HEADS)}.")
-    for name in ("num_blocks", "batch_size", "max_swaps"):
+    if args.study == "partitions" and len(set(args.models)) > 1:
+        raise UsageError("a study of partitions distils one teacher; name one model.")
+    if args.study == "swaps" and args.num_blocks is not None and len(args.num_blocks) != 1:
+        raise UsageError(f"--num_blocks {args.num_blocks}: swaps are of one partition; give one number.")
+    if args.num_blocks is not None and min(args.num_blocks, default=0) < 1:
+        raise UsageError(f"--num_blocks {args.num_blocks}: give numbers of at least 1, such as 2 3 4.")
+    for name in ("distill_steps", "num_random", "seed"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name} {getattr(args, name)} is negative.")
+    for name in ("batch_size", "max_swaps", "num_seeds", "distill_batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name} {getattr(args, name)} is below 1.")
     if not args.num_swapped or min(args.num_swapped) < 1:
         raise UsageError(f"--num_swapped {args.num_swapped}: replace at least one layer, such as 1 2 3.")
 
 
-def _phases(model: RaptorModel | Teacher, loader: DataLoader, args: StudyArguments) -> Phases:
-    """Phases that were given, a Raptor's own, or those found in a ViT."""
-    if args.repeats is not None:
-        return Phases.from_repeats(args.repeats)
-    if isinstance(model, RaptorModel):
-        schedule: Any = model.config.block_schedule
-        return Phases.from_schedule(schedule)
-    with status("comparing layers"):
-        states = (base_states(model, batch["pixel_values"]) for batch in loader)
-        return find_phases(layer_similarity(states, layout=model.layout), min(args.num_blocks, model.num_layers))
+def _loader(pixels: PixelDataset, args: StudyArguments) -> DataLoader:
+    return DataLoader(pixels, args.batch_size, num_workers=args.num_workers, collate_fn=collate_pixels)
+
+
+def _states(teacher: Teacher, loader: DataLoader) -> Iterator[tuple[torch.Tensor, ...]]:
+    return (teacher.hidden_states(batch["pixel_values"].to(teacher.device)) for batch in loader)
 
 
 def _head(
     model: RaptorModel | Teacher,
     processor: Any,
     label: str,
-    train: ImageDataset,
     evaluation: ImageDataset,
     args: StudyArguments,
-    image_size: int | None,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A linear probe of the untouched model, as a function of the final LayerNorm's output."""
+    images: ImageArguments,
+) -> Head | None:
+    """A linear probe of the untouched model, as a function of the final LayerNorm's output; `None` if not wanted."""
+    if args.head == "none":
+        return None
     options = ProbeArguments(
         learning_rate=args.learning_rate, num_epochs=args.num_epochs, augment="none", seeds=(args.seed,)
     )
+    train = load_split(images, images.train_split, args.seed)
+    probe = LinearProbe(train, evaluation, options, image_size=images.image_size, num_workers=args.num_workers)
     with status(f"probing {label}"):
-        outcome = LinearProbe(train, evaluation, options, image_size=image_size, num_workers=args.num_workers)(
-            model, processor, label
-        )
-    layout, head = layout_of(model), outcome.head
-    return lambda last_hidden_state: head(IMAGE_CLASSIFICATION.features(last_hidden_state.float(), layout))  # type: ignore[misc]
+        head: Any = probe(model, processor, label).head
+    layout = layout_of(model)
+    return lambda last_hidden_state: head(IMAGE_CLASSIFICATION.features(last_hidden_state.float(), layout))

@@ -1,6 +1,15 @@
 """Whole experiments of the paper on a model and images: plain records for `results.json` and the report."""
 
 from .flow import compare_flows, study_dynamics
+from .partitions import boundary_stability, distil_partitions, partition_schemes, partition_scores
 from .swaps import study_swaps
 
-__all__ = ["compare_flows", "study_dynamics", "study_swaps"]
+__all__ = [
+    "boundary_stability",
+    "compare_flows",
+    "distil_partitions",
+    "partition_schemes",
+    "partition_scores",
+    "study_dynamics",
+    "study_swaps",
+]
