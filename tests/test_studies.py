@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from raptor_hf import DistillationArguments, Phases, find_phases, layer_similarity
-from raptor_hf.data import PixelDataset, dinov2_processor
 from raptor_hf.dynamics import angle, measure_dynamics
 from raptor_hf.interventions import base_states, layer_swaps, measure_swaps, sensitivity_curve
 from raptor_hf.studies import (
@@ -157,9 +156,8 @@ def test_schemes_are_the_baselines_of_the_paper():
     assert "random" not in partition_schemes(similarity_of([0, 0, 1, 1]), 4, min_length=1)
 
 
-def test_partitions_are_distilled_once_and_gone_on_with(teacher, images, tmp_path):
-    pixels = PixelDataset(images, teacher.image_processor or dinov2_processor(56))
-    schemes = {"max-cut": [Phases.from_repeats((2, 1))], "random": [Phases.from_schedule([0, 1, 0])]}
+def test_partitions_are_distilled_once_and_gone_on_with(teacher, digits, tmp_path):
+    schemes = {"max-cut": [Phases.from_repeats((2, 2))], "random": [Phases.from_schedule([0, 1, 0, 1])]}
     calls = []
 
     def arguments(folder, seed):
@@ -168,14 +166,14 @@ def test_partitions_are_distilled_once_and_gone_on_with(teacher, images, tmp_pat
             folder, max_steps=2, per_device_train_batch_size=2, seed=seed, use_cpu=True, report_to="none"
         )
 
-    records = distil_partitions(teacher, schemes, arguments, pixels, pixels, tmp_path, lambda model: 0.5, seeds=(0, 1))
+    records = distil_partitions(teacher, schemes, arguments, digits, digits, tmp_path, lambda model: 0.5, seeds=(0, 1))
     assert [(record["scheme"], record["seed"]) for record in records] == [
         ("max-cut", 0), ("max-cut", 1), ("random", 0), ("random", 1)
     ]  # fmt: skip
     assert all(record["accuracy"] == 0.5 and np.isfinite(record["r2"]) for record in records)
-    assert records[2]["block_schedule"] == [0, 1, 0]
+    assert records[2]["block_schedule"] == [0, 1, 0, 1]
     assert len(calls) == 4
-    (tmp_path / "max-cut-0.0.1" / "seed1" / "partition.json").unlink()
-    again = distil_partitions(teacher, schemes, arguments, pixels, pixels, tmp_path, lambda model: 0.5, seeds=(0, 1))
+    (tmp_path / "max-cut-0.0.1.1" / "seed1" / "partition.json").unlink()
+    again = distil_partitions(teacher, schemes, arguments, digits, digits, tmp_path, lambda model: 0.5, seeds=(0, 1))
     assert again == records
     assert len(calls) == 5
