@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoModelForDepthEstimation, AutoModelForSemanticSegmentation
 
 import dense_sets
 from raptor_hf import RaptorModel, dense_probes, probes, study_report
@@ -457,9 +457,9 @@ def test_a_run_of_several_processes_that_train_alone_is_refused(teacher, photos,
 def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
     make = dense_sets.make_ade if task == "segmentation" else dense_sets.make_nyu_csv
     data = make(tmp_path / "set")
-    argv = ["probe", task, str(distilled / "model"), "--reference", str(teacher), "--dataset", str(data), "--num-seeds",
-            "2", "--num-epochs", "2", "--batch-size", "4", "--image-size", "42", "--learning-rate", "1e-2",
-            "--max-images", "3", "--output-dir", str(tmp_path / "probe")]  # fmt: skip
+    argv = ["probe", task, str(distilled / "model"), "--reference", str(teacher), "--dataset", str(data), "--seeds",
+            "2", "--save-heads", "--num-epochs", "2", "--batch-size", "4", "--image-size", "42", "--learning-rate",
+            "1e-2", "--max-images", "3", "--output-dir", str(tmp_path / "probe")]  # fmt: skip
     options = [] if task == "segmentation" else ["--crop", "none", "--silog", "code", "--align", "paper"]
     assert main([*argv, *options]) == 0
     shown = capsys.readouterr()
@@ -471,6 +471,10 @@ def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
     assert probe["protocol"]["image_size"] == ([42, 42] if task == "segmentation" else [42, 56])
     entry = probe["results"]["model"]
     assert len(entry[metric]) == len(entry["details"]) == 2
+    auto = AutoModelForSemanticSegmentation if task == "segmentation" else AutoModelForDepthEstimation
+    for label in ("model", "teacher"):
+        kept = auto.from_pretrained(tmp_path / "probe" / "heads" / label)
+        assert kept.config.num_hidden_layers == 4
     assert entry["mean"] == pytest.approx(sum(entry[metric]) / 2)
     whole = probe["results"]["teacher"]["mean"]
     share = entry["mean"] / whole if task == "segmentation" else whole / entry["mean"]

@@ -16,9 +16,10 @@ from tqdm.auto import tqdm
 from .dense_data import ADE_CLASSES, IGNORE_INDEX, DenseDataset
 from .dense_metrics import CROPS, DepthRange, DepthScores, SegmentationScores
 from .dense_pixels import DensePixels, Frame, collate_dense
+from .frozen import FrozenBackbone
 from .modeling_raptor import RaptorModel
 from .modeling_raptor_dense import DepthBins, depth_loss, patch_and_cls_features, patch_features, segmentation_loss
-from .probes import FrozenBackbone, ProbeArguments, ProbeResult, train_head
+from .probes import ProbeArguments, ProbeResult, train_head
 from .teachers import Teacher
 from .tokens import TokenLayout
 
@@ -187,6 +188,7 @@ class DenseProbe:
         processor: Any,
         description: str = "probe",
         outcomes: MutableMapping[int, Any] | None = None,
+        keep: Callable[[int, nn.Module], None] | None = None,
     ) -> ProbeResult:
         """Probes `backbone` with images put through `processor`.
 
@@ -194,7 +196,7 @@ class DenseProbe:
             backbone: a Raptor or a [`Teacher`], which may be any supported ViT, random ones too.
             processor: its image processor, which normalises.
             description: shown beside the progress bar.
-            outcomes: as in [`~raptor_hf.probes.LinearProbe`].
+            outcomes, keep: as in [`~raptor_hf.probes.LinearProbe`].
         """
         frozen, options = FrozenBackbone(backbone), self.arguments
         frame = Frame(options.image_size, frozen.patch_size, options.align)
@@ -206,20 +208,26 @@ class DenseProbe:
                 keep_ratio=self.task.keep_ratio, resize_labels=True, seed=seed,
             )  # fmt: skip
             head = self._new_head(seed, frozen)
-            scores = train_head(
+            values = train_head(
                 head, self._batches(seed, training, frozen, frame), options, len(self.train_pairs),
                 loss=lambda outputs, labels: self.task.loss(outputs, labels, frame, options),
                 score=lambda head: self._score(head, evaluation, frozen, frame),
-                description=f"{description}: seed {seed}",
+                description=f"{description}: seed {seed}", worth=self._worth,
             )  # fmt: skip
-            best = max if self.greater_is_better else min
-            outcomes[seed] = best(scores, key=lambda values: values[self.primary_metric])
+            if keep is not None:
+                keep(seed, head)
+            outcomes[seed] = values
         details = [outcomes[seed] for seed in options.seeds]
         return ProbeResult(
             self.task.name, self.primary_metric, [values[self.primary_metric] for values in details],
             len(self.eval_pairs), 0, self.get_config_dict(), head, details=details,
             greater_is_better=self.greater_is_better,
         )  # fmt: skip
+
+    def _worth(self, values: dict[str, Any]) -> float:
+        """More is better; a value that is not known is worth nothing."""
+        value = values[self.primary_metric]
+        return (value if self.greater_is_better else -value) if value == value else float("-inf")
 
     def _new_head(self, seed: int, frozen: FrozenBackbone) -> nn.Module:
         with torch.random.fork_rng(devices=[]):

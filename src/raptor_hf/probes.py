@@ -4,6 +4,7 @@ A task is data ([`ProbeTask`]), and one loop ([`LinearProbe`]) trains it for a R
 both are measured by the same code. Backbone, embeddings and final norm stay as they are; only the head learns.
 """
 
+import copy
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,12 +17,14 @@ from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 from .data import ImageDataset, PixelDataset, collate_pixels
+from .frozen import FrozenBackbone
 from .modeling_raptor import RaptorModel
 from .teachers import Teacher
 from .tokens import TokenLayout
 
 SELECT = ("last", "best")
 SCHEDULES = ("cosine", "constant")
+TOP = 5  # the classes among which the labelled one is looked for, beside the first
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,7 @@ class LinearProbe:
         processor: Any,
         description: str = "probe",
         outcomes: MutableMapping[int, Any] | None = None,
+        keep: Callable[[int, nn.Module], None] | None = None,
     ) -> ProbeResult:
         """Probes `backbone` with images put through `processor`.
 
@@ -217,15 +221,17 @@ class LinearProbe:
             description: shown beside the progress bar.
             outcomes: what seeds gave, by seed: those that are there are taken from it, the others are put there as soon
                 as they are known. A run that is interrupted can go on from it.
+            keep: called with every seed and its trained head, before its outcome is put there.
         """
         outcomes = {} if outcomes is None else outcomes
         missing, head = [seed for seed in self.arguments.seeds if seed not in outcomes], None
         if missing:
-            head = self._train_seeds(missing, backbone, processor, description, outcomes)
+            head = self._train_seeds(missing, backbone, processor, description, outcomes, keep)
         return ProbeResult(
-            self.task.name, self.primary_metric, [outcomes[seed] for seed in self.arguments.seeds],
-            len(self.eval_images), self.train_images.num_skipped + self.eval_images.num_skipped,
-            self.get_config_dict(), head,
+            self.task.name, self.primary_metric,
+            [outcomes[seed][self.primary_metric] for seed in self.arguments.seeds], len(self.eval_images),
+            self.train_images.num_skipped + self.eval_images.num_skipped, self.get_config_dict(), head,
+            details=[outcomes[seed] for seed in self.arguments.seeds],
         )  # fmt: skip
 
     def _train_seeds(
@@ -235,6 +241,7 @@ class LinearProbe:
         processor: Any,
         description: str,
         outcomes: MutableMapping[int, Any],
+        keep: Callable[[int, nn.Module], None] | None,
     ) -> nn.Module | None:
         """Trains a head for each of the seeds; returns the last one."""
         extract = _FeatureExtractor(backbone, self.task)
@@ -251,7 +258,10 @@ class LinearProbe:
         head = None
         for seed in seeds:
             batches = self._batches(seed, extract, pixels["train"], train_features)
-            head, outcomes[seed] = self._train(seed, batches, eval_features, f"{description}: seed {seed}")
+            head, score = self._train(seed, batches, eval_features, f"{description}: seed {seed}")
+            if keep is not None:
+                keep(seed, head)
+            outcomes[seed] = score
         return head
 
     def _loader(self, pixels: PixelDataset, **kwargs: Any) -> DataLoader:
@@ -293,13 +303,14 @@ class LinearProbe:
         batches: Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]],
         evaluation: tuple[torch.Tensor, ...],
         description: str,
-    ) -> tuple[nn.Module, float]:
+    ) -> tuple[nn.Module, dict[str, float]]:
         head = self._new_head(seed, evaluation[0])
-        scores = train_head(
+        score = train_head(
             head, batches, self.arguments, len(self.train_images), loss=self.task.loss,
             score=lambda head: self._score(head, *evaluation), description=description,
+            worth=lambda values: values[self.primary_metric],
         )  # fmt: skip
-        return head, max(scores)
+        return head, score
 
     def _new_head(self, seed: int, features: torch.Tensor) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -307,35 +318,18 @@ class LinearProbe:
             return self.task.head(features.shape[-1], self.num_classes).to(features.device)
 
     @torch.no_grad()
-    def _score(self, head: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> float:
-        metric = self.task.metric()
-        predictions = [self.task.predict(head(part)) for part in features.split(self.arguments.batch_size)]
-        return metric.compute(predictions=torch.cat(predictions).cpu(), references=labels.cpu())[self.primary_metric]
-
-
-class FrozenBackbone:
-    """A Raptor or [`Teacher`] that does not learn: pixels to the final norm's output, float32, without gradients.
-
-    Attributes:
-        layout, hidden_size, patch_size, device: of the backbone.
-    """
-
-    def __init__(self, backbone: RaptorModel | Teacher) -> None:
-        self.device = backbone.device
-        config = backbone.model.config if isinstance(backbone, Teacher) else backbone.config
-        size = config.patch_size
-        self.hidden_size, self.patch_size = config.hidden_size, size if isinstance(size, int) else size[0]
-        if isinstance(backbone, Teacher):
-            self.last_hidden_state, self.layout = backbone.last_hidden_state, backbone.layout
-        else:
-            backbone.eval()
-            self.last_hidden_state = lambda pixel_values: backbone(pixel_values).last_hidden_state
-            self.layout = backbone.config.token_layout
-
-    @torch.no_grad()
-    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Images `(batch_size, 3, height, width)` to `(batch_size, seq_length, hidden_size)`."""
-        return self.last_hidden_state(pixel_values.to(self.device)).float()
+    def _score(self, head: nn.Module, features: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+        metric, predictions, hits = self.task.metric(), [], []
+        for start in range(0, len(features), self.arguments.batch_size):
+            part = slice(start, start + self.arguments.batch_size)
+            outputs, wanted = head(features[part]), labels[part]
+            predictions.append(self.task.predict(outputs))
+            hits.append((outputs.topk(min(TOP, outputs.shape[-1])).indices == wanted[:, None]).any(dim=-1))
+        found = metric.compute(predictions=torch.cat(predictions).cpu(), references=labels.cpu())
+        values = {self.primary_metric: found[self.primary_metric]}
+        if self.num_classes > TOP:
+            values[f"top_{TOP}_accuracy"] = torch.cat(hits).double().mean().item()
+        return values
 
 
 class _FeatureExtractor:
@@ -359,7 +353,8 @@ def train_head(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     score: Callable[[nn.Module], Any],
     description: str,
-) -> list[Any]:
+    worth: Callable[[Any], float] = float,
+) -> Any:
     """The loop of every probe: trains `head` in place.
 
     Args:
@@ -368,16 +363,18 @@ def train_head(
         options: how it is trained.
         num_images: in an epoch.
         loss: `(outputs, labels)` to a scalar.
-        score: the head to what it is worth.
+        score: what the head reaches.
         description: shown beside the progress bar.
+        worth: what `score` gave to a number, of which more is better.
 
     Returns:
-        what `score` gave: after the last epoch; with `select="best"` before the first and after every one.
+        what `score` gave: after the last epoch; with `select="best"` the best of before the first and after every one.
+        The head has the weights that it is of.
     """
     optimizer = torch.optim.AdamW(head.parameters(), options.learning_rate, weight_decay=options.weight_decay)
     steps = options.num_epochs * -(-num_images // options.batch_size)
     scheduler = _scheduler(optimizer, options, steps)
-    scores = [score(head)] if options.select == "best" or steps == 0 else []
+    scored, weights = [score(head)] if options.select == "best" or steps == 0 else [], copy.deepcopy(head.state_dict())
     for epoch in tqdm(range(options.num_epochs), desc=description, leave=False, disable=None):
         for features, labels in batches(epoch):
             loss(head(features), labels).backward()
@@ -387,8 +384,11 @@ def train_head(
             scheduler.step()
             optimizer.zero_grad()
         if options.select == "best" or epoch == options.num_epochs - 1:
-            scores.append(score(head))
-    return scores
+            scored.append(score(head))
+            if len(scored) == 1 or worth(scored[-1]) > max(map(worth, scored[:-1])):
+                weights = copy.deepcopy(head.state_dict())
+    head.load_state_dict(weights)
+    return max(scored, key=worth)
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, options: ProbeArguments, steps: int) -> Any:

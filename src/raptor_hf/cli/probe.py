@@ -8,6 +8,7 @@ import shutil
 from collections import UserDict
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..activations import weights_digest
 from ..dense_data import DenseDataset, load_depth, load_segmentation
 from ..dense_probes import DENSE_TASKS, DenseProbe, scaled
 from ..modeling_raptor import RaptorModel
+from ..probe_heads import model_with_head
 from ..probes import LinearProbe, ProbeArguments
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
@@ -71,7 +73,13 @@ class ProbeCommandArguments:
     silog: str | None = field(default=None, metadata={"help": "Depth: SILog with AdaBins' root (adabins), or code."})
     align: str | None = field(default=None, metadata={"help": "Depth: cut the padding off (padding), or paper."})
     crop: str | None = field(default=None, metadata={"help": "Depth: score the eigen crop, or none."})
-    num_seeds: int = field(default=3, metadata={"help": "Heads trained; mean and sigma are over them."})
+    num_seeds: int = field(
+        default=3, metadata={"help": "Heads trained; mean and sigma are over them.", "aliases": ["--seeds"]}
+    )
+    save_heads: bool = field(
+        default=False,
+        metadata={"help": "Save every model with its first head, in output_dir/heads."},
+    )
     num_workers: int = field(default=0, metadata={"help": "Processes that read images."})
     output_dir: str = field(default="runs/probe", metadata={"help": "Folder of the results."})
     overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
@@ -104,13 +112,13 @@ def main(argv: list[str]) -> int:
     reference = next(iter(backbones)) if args.reference else ""
     if args.random_baseline:
         backbones["random"] = _random(backbones[reference])
-    progress = _Progress(
-        output_dir / PROGRESS_FILE, {"task": args.task, **dataclasses.asdict(images), **probe.get_config_dict()}
-    )
+    settings = {"format": 2, "task": args.task, "save_heads": args.save_heads, **dataclasses.asdict(images)}
+    progress = _Progress(output_dir / PROGRESS_FILE, {**settings, **probe.get_config_dict()})
     outcomes = {}
     for label, (backbone, processor) in backbones.items():
         with status(f"probing {label}"):
-            outcomes[label] = probe(backbone, processor, label, progress.of(backbone))
+            keep = partial(_save, output_dir / "heads" / label, backbone, processor, probe) if args.save_heads else None
+            outcomes[label] = probe(backbone, processor, label, progress.of(backbone), keep)
     teacher = outcomes.get(reference)
     results = new_results(
         f"Linear probe on {public_name(images.dataset)}", shlex.join(["raptor-hf", "probe", *argv]), 0
@@ -132,6 +140,17 @@ def main(argv: list[str]) -> int:
     table(["model", _COLUMNS[probe.primary_metric], "sigma", "retained", "images"], rows, title=results["title"])
     note(f"wrote {output_dir}")
     return 0
+
+
+def _save(
+    folder: Path, backbone: RaptorModel | Teacher, processor: Any, probe: LinearProbe | DenseProbe, seed: int, head: Any
+) -> None:
+    """Saves the first seed's head with its backbone; other seeds' are not kept."""
+    if seed == probe.arguments.seeds[0]:
+        model, own_processor = model_with_head(backbone, head, processor, probe)
+        model.save_pretrained(folder)
+        own_processor.save_pretrained(folder)
+        note(f"wrote {folder}")
 
 
 class _Progress:

@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader
 
 from ..arguments import DistillationArguments
 from ..data import ImageDataset, PixelDataset, collate_pixels
+from ..frozen import FrozenBackbone
 from ..interventions import Head
 from ..interventions.runs import layout_of
 from ..modeling_raptor import RaptorModel
 from ..phases import Phases, find_phases, layer_similarity
-from ..probes import IMAGE_CLASSIFICATION, FrozenBackbone, LinearProbe, ProbeArguments
+from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..studies import boundary_stability, distil_partitions, partition_schemes, partition_scores, study_swaps
