@@ -17,6 +17,8 @@ from raptor_hf.cli import COMMANDS, main
 from raptor_hf.cli.report import merge_results
 from raptor_hf.data import dinov2_processor
 
+TABLE_FORMATS = ("md", "csv", "json", "tex")
+
 
 @pytest.fixture
 def photos(tmp_path):
@@ -172,15 +174,16 @@ def test_probe_of_teacher_raptor_and_random(distilled, teacher, photos, tmp_path
     argv = [
         "probe", str(distilled / "model"), "--reference", str(teacher), "--random-baseline", "--dataset", str(photos),
         "--augment", "none", "--learning-rate", "0.1", "--num-epochs", "30", "--batch-size", "4", "--num-seeds", "2",
-        "--output-dir", str(tmp_path / "probe"),
+        "--output-dir", str(tmp_path / "probe"), "--table",
     ]  # fmt: skip
     assert main(argv) == 0, capsys.readouterr().err
-    assert "retained" in capsys.readouterr().out
+    assert re.search(r"\| random +\| 4 layers +\|", capsys.readouterr().out)
+    assert {path.name for path in (tmp_path / "probe").glob("table.*")} == {f"table.{x}" for x in TABLE_FORMATS}
     outcome = results(tmp_path / "probe")["probe"]["results"]
-    assert set(outcome) == {"teacher", "model", "random"}
+    assert set(outcome) == {"teacher", "raptor-k2", "random"}
     assert outcome["teacher"]["mean"] == 1.0
-    assert outcome["model"]["retained"] == outcome["model"]["mean"]
-    assert outcome["model"]["num_scored"] == 6
+    assert outcome["raptor-k2"]["retained"] == outcome["raptor-k2"]["mean"]
+    assert outcome["raptor-k2"]["num_scored"] == 6
     assert len(outcome["random"]["accuracy"]) == 2
 
     card = distilled / "model" / "README.md"
@@ -188,7 +191,7 @@ def test_probe_of_teacher_raptor_and_random(distilled, teacher, photos, tmp_path
     command = ["card", str(distilled / "model"), "--license", "mit", "--probe"]
     assert main([*command, str(tmp_path / "probe")]) == 0, capsys.readouterr().err
     assert "Not yet run." not in card.read_text()
-    assert f"| raptor-k2 | {100 * outcome['model']['mean']:.2f} ± " in card.read_text()
+    assert f"| raptor-k2 | {100 * outcome['raptor-k2']['mean']:.2f} ± " in card.read_text()
     assert "Linear probe on photos" in card.read_text()
     assert str(tmp_path) not in card.read_text()
     assert main([*command, str(distilled)]) == 2
@@ -205,13 +208,13 @@ def test_dynamics_of_teacher_and_raptor(teacher, distilled, photos, tmp_path, ca
     assert main(command) == 0, capsys.readouterr().err
     assert "Spectral radius" in capsys.readouterr().out
     part = results(tmp_path / "flow")["dynamics"]
-    assert list(part["models"]) == ["teacher", "model"]
-    assert part["models"]["model"]["num_images"] == 6
-    assert part["angles"]["model"]["cls"][0] == pytest.approx(0, abs=1e-6)  # the embeddings are the teacher's
-    assert part["angles"]["model"]["cls"][-1] > 1e-3
+    assert list(part["models"]) == ["teacher", "raptor-k2"]
+    assert part["models"]["raptor-k2"]["num_images"] == 6
+    assert part["angles"]["raptor-k2"]["cls"][0] == pytest.approx(0, abs=1e-6)  # the embeddings are the teacher's
+    assert part["angles"]["raptor-k2"]["cls"][-1] > 1e-3
     pictures = {path.stem for path in (tmp_path / "flow" / "figures").iterdir()}
     measures = {f"dynamics_{key}" for key in (*study_report.FLOW_CURVES, "eigenvalues", "angles")}
-    paths = {f"dynamics_{kind}_{name}" for kind in study_report.FLOW_PATHS for name in ("teacher", "model")}
+    paths = {f"dynamics_{kind}_{name}" for kind in study_report.FLOW_PATHS for name in ("teacher", "raptor-k2")}
     assert pictures == measures | paths
     assert "The flow in numbers" in (tmp_path / "flow" / "report.html").read_text()
     assert main(command) == 2
@@ -245,19 +248,19 @@ def test_study_of_swaps(teacher, distilled, photos, tmp_path, capsys):
     assert "Retained" in table
     assert " inter " in table
     records = results(tmp_path / "swaps")["studies"]["swaps"]
-    assert list(records) == ["teacher", "model"]
+    assert list(records) == ["teacher", "raptor-k2"]
     for record in records.values():
         assert 0 <= record["base_accuracy"] <= 1
         assert all(effect["accuracy"] is not None for effect in record["effects"])
     pictures = {path.stem for path in (tmp_path / "swaps" / "figures").iterdir()}
-    assert pictures == {f"swaps_{key}_{name}" for key in ("accuracy", "cosine") for name in ("teacher", "model")}
+    assert pictures == {f"swaps_{key}_{name}" for key in ("accuracy", "cosine") for name in ("teacher", "raptor-k2")}
     assert "Layers replaced" in (tmp_path / "swaps" / "report.html").read_text()
     bare = [*command, "--overwrite", "--head", "none", "--repeats", "1", "3", "--num-swapped", "1"]
     assert main(bare) == 0
     record = results(tmp_path / "swaps")["studies"]["swaps"]["teacher"]
     assert (record["phases"], record["base_accuracy"]) == ([1, 3], None)
     left = {path.stem for path in (tmp_path / "swaps" / "figures").iterdir()}
-    assert left == {"swaps_cosine_teacher", "swaps_cosine_model"}
+    assert left == {"swaps_cosine_teacher", "swaps_cosine_raptor-k2"}
 
 
 def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
@@ -412,18 +415,29 @@ def test_report_joins_runs(distilled, tmp_path, capsys):
     assert "two models" not in output.err
     assert (tmp_path / "page" / "report.html").is_file()
     assert "run/model" in (tmp_path / "page" / "report.html").read_text()  # named from where the page lies
+    assert main(["report", str(distilled), "--output-dir", str(tmp_path / "page"), "--table"]) == 2
+    assert "no probe in these results; run raptor-hf probe first" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nothing")]) == 2
     assert "no results.json in" in capsys.readouterr().err
 
 
 def test_merging_collects_models_and_probes_and_keeps_the_first(capsys):
-    one = {"title": "a", "models": [{"name": "k2"}], "probe": {"results": {"teacher": 1}}}
-    two = {"title": "b", "models": [{"name": "k2"}, {"name": "k3"}], "probe": {"results": {"teacher": 2, "k3": 3}}}
+    one = {"title": "a", "models": [{"name": "k2"}], "probe": {"dataset": "x", "results": {"teacher": 1}}}
+    two = {
+        "title": "b", "models": [{"name": "k2"}, {"name": "k3"}],
+        "probe": {"dataset": "x", "results": {"teacher": 2, "k3": 3}, "protocol": {"num_epochs": 1}},
+    }  # fmt: skip
     merged = merge_results([one, two])
     assert merged["title"] == "a"
     assert [model["name"] for model in merged["models"]] == ["k2", "k3"]
     assert merged["probe"]["results"] == {"teacher": 1, "k3": 3}
-    assert "two models are called k2" in capsys.readouterr().err
+    assert "probes" not in merged
+    told = capsys.readouterr().err
+    assert "two models are called k2" in told
+    assert "teacher was probed twice on x" in told
+    assert "probes on x differ in their protocol" in told
+    three = {"probe": {"dataset": "y", "results": {"k3": 4}}}
+    assert [probe["results"] for probe in merge_results([one, three])["probes"]] == [{"teacher": 1}, {"k3": 4}]
 
 
 @pytest.mark.parametrize(
@@ -469,16 +483,23 @@ def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
     probe = results(tmp_path / "probe")["probe"]
     assert (probe["metric"], probe["protocol"]["num_epochs"]) == (metric, 2)
     assert probe["protocol"]["image_size"] == ([42, 42] if task == "segmentation" else [42, 56])
-    entry = probe["results"]["model"]
+    entry = probe["results"]["raptor-k2"]
     assert len(entry[metric]) == len(entry["details"]) == 2
+    assert (entry["size"]["num_blocks"], entry["size"]["num_layers"]) == (2, 4)
+    assert entry["size"]["image_size"] == ([42, 42] if task == "segmentation" else [42, 56])
+    assert entry["size"]["flops"] > probe["results"]["teacher"]["size"]["flops"]  # those of the depth scales
     auto = AutoModelForSemanticSegmentation if task == "segmentation" else AutoModelForDepthEstimation
-    for label in ("model", "teacher"):
+    for label in ("raptor-k2", "teacher"):
         kept = auto.from_pretrained(tmp_path / "probe" / "heads" / label)
         assert kept.config.num_hidden_layers == 4
     assert entry["mean"] == pytest.approx(sum(entry[metric]) / 2)
     whole = probe["results"]["teacher"]["mean"]
     share = entry["mean"] / whole if task == "segmentation" else whole / entry["mean"]
     assert entry["retained"] == pytest.approx(share)
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "probe"), "--table", "--output-dir", str(tmp_path / "page")]) == 0
+    assert re.search(r"\| teacher +\| 4 layers +\|", capsys.readouterr().out)
+    assert {path.name for path in (tmp_path / "page").glob("table.*")} == {f"table.{x}" for x in TABLE_FORMATS}
     report = (tmp_path / "probe" / "report.html").read_text()
     assert f"{heading.split(' (')[0]} of each run" in report
     assert "All metrics of the first head" in report
@@ -553,7 +574,7 @@ def test_an_interrupted_probe_goes_on_by_seed(task, teacher, distilled, photos, 
     assert not (tmp_path / "broken" / "results.json").exists()
     fail_after = -1
     assert main([*argv, "--output-dir", str(tmp_path / "broken")]) == 0
-    assert trained == ["teacher: seed 0", "teacher: seed 1", "model: seed 0", "model: seed 1"]
+    assert trained == ["teacher: seed 0", "teacher: seed 1", "raptor-k2: seed 0", "raptor-k2: seed 1"]
     straight, broken = (results(tmp_path / name)["probe"]["results"] for name in ("straight", "broken"))
     assert straight == broken
     assert not (tmp_path / "broken" / "progress.json").exists()

@@ -1,6 +1,7 @@
 """Figures are checked through their artists (positions, labels, colours) and as PNG files."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ BARS = {"teacher": (0.84, None), "raptor-k3": (0.83, 0.001), "broken": (0.03, 0.
 HISTORY = [{"step": step, "loss": 2.0 / step, "learning_rate": 1e-4, "epoch": step / 10} for step in range(1, 9)]
 
 FIGURES = {
+    "blocks": lambda: plots.blocks_figure(PANELS, {"retained (%)": {"ViT-S": 95.0}}, title="Fig. 7"),
     "similarity": lambda: plots.similarity_figure(similarity(12), BLOCKS, title="phases"),
     "layer_curves": lambda: plots.layer_curves_figure(CLIPPED, "R²", "all tokens", (7, 10), ("ViT-S", 0.6)),
     "token_group": lambda: plots.token_group_figure({"all": CURVES, "cls": CURVES}, "cosine", "groups", (7, 10)),
@@ -66,7 +68,7 @@ def test_title_is_shown(name):
     title = figure.get_suptitle() or figure.axes[0].get_title()
     assert title == {
         "similarity": "phases", "layer_curves": "all tokens", "token_group": "groups", "accuracy": "top-1",
-        "schedule": "blocks", "history": "training",
+        "schedule": "blocks", "history": "training", "blocks": "Fig. 7",
     }[name]  # fmt: skip
 
 
@@ -305,6 +307,23 @@ def test_measured_retained_shares_come_first():
 def test_accuracy_refuses_what_it_cannot_draw(bars, reference, message):
     with pytest.raises(ValueError, match=message):
         plots.accuracy_figure(bars, reference_name=reference)
+
+
+PANELS = {"retained (%)": {"Top-1": {3: 98.0, 2: 96.0}, "mIoU": {3: 90.0}}, "R²": {"last layer": {2: 0.6, 4: 0.9}}}
+
+
+def test_values_against_the_number_of_blocks():
+    figure = plots.blocks_figure(PANELS, {"retained (%)": {"ViT-S": 95.0}})
+    left, right = figure.axes
+    assert [line.get_xydata().tolist() for line in left.lines[:2]] == [[[2, 96], [3, 98]], [[3, 90]]]
+    assert left.lines[2].get_ydata() == [95.0, 95.0]
+    assert right.lines[0].get_xydata().tolist() == [[2, 0.6], [4, 0.9]]
+    assert (left.get_xticks().tolist(), right.get_xticks().tolist()) == ([2, 3], [2, 4])
+    assert (left.get_ylabel(), right.get_ylabel()) == ("retained (%)", "R²")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Top-1", "mIoU", "ViT-S", "last layer"]
+    assert len(plots.blocks_figure({**PANELS, "empty": {}}).axes) == 2
+    with pytest.raises(ValueError, match=r"no finite value"):
+        plots.blocks_figure({"R²": {"a": {2: math.nan}}})
 
 
 def test_schedule_writes_the_block_into_a_cell_per_layer():

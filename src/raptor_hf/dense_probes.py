@@ -182,6 +182,11 @@ class DenseProbe:
         """The protocol, as plain values."""
         return asdict(self.arguments)
 
+    def size(self, backbone: RaptorModel | Teacher, processor: Any) -> dict[str, Any]:
+        """[`FrozenBackbone.size`] of the backbone at the size of the images that it is probed with."""
+        frozen = FrozenBackbone(backbone)
+        return frozen.size(*Frame(self.arguments.image_size, frozen.patch_size, self.arguments.align).padded)
+
     def __call__(
         self,
         backbone: RaptorModel | Teacher,

@@ -202,6 +202,49 @@ def accuracy_figure(
     return figure
 
 
+def blocks_figure(
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]],
+    references: Mapping[str, Mapping[str, float]] | None = None,
+    *,
+    title: str | None = None,
+) -> "Figure":
+    """Values against the number of blocks, other models as dashed lines (arXiv 2512.19941, Fig. 7).
+
+    Args:
+        panels (mapping of a value's name to mapping of series to `k` to value): one panel each, for example
+            the accuracy retained and R2.
+        references (mapping of a value's name to mapping of model to value, *optional*): lines across a panel, such as
+            a smaller teacher.
+
+    Raises:
+        ValueError: if there is no finite value.
+    """
+    panels = {name: series for name, series in panels.items() if any(series.values())}
+    values = [v for series in panels.values() for points in series.values() for v in points.values()]
+    if not any(map(is_finite, values)):
+        raise ValueError(f"panels {list(panels)} hold no finite value; leave this picture out.")
+    figure, grid = new_figure(3.2 + 3.2 * len(panels), 4.0, shape=(1, len(panels)), share=False)
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    lines = list(dict.fromkeys(name for part in (references or {}).values() for name in part))
+    handles: dict[str, Any] = {}
+    for axes, (label, series) in zip(grid, panels.items(), strict=True):
+        for name, points in series.items():
+            counts = sorted(points)
+            style = line_style(names.index(name))
+            (handles[name],) = axes.plot(counts, to_array([points[count] for count in counts]), **style)
+        for name, value in ((references or {}).get(label) or {}).items():
+            style = {"color": INK, "linestyle": (0, (5, 3 + 3 * lines.index(name))), "linewidth": 1.2}
+            handles[name] = axes.axhline(value, **style)
+        counts = sorted({count for points in series.values() for count in points})
+        axes.set(xticks=counts, xlim=(min(counts) - 0.5, max(counts) + 0.5))
+        axes.margins(y=0.1)
+        set_labels(axes, "blocks", label, None)
+    if title:
+        figure.suptitle(plain_text(title), fontsize=11, color=INK)
+    add_legend(figure, handles)
+    return figure
+
+
 def schedule_figure(schedules: Mapping[str, Sequence[int]], *, title: str | None = None) -> "Figure":
     """Which block makes which layer: a row per model, a cell per layer, the number of the block inside.
 

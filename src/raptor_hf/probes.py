@@ -205,6 +205,11 @@ class LinearProbe:
         """The protocol, as plain values."""
         return {**asdict(self.arguments), "image_size": self.image_size, "num_classes": self.num_classes}
 
+    def size(self, backbone: RaptorModel | Teacher, processor: Any) -> dict[str, Any]:
+        """[`FrozenBackbone.size`] of the backbone at the size of the images that it is probed with."""
+        pixels = PixelDataset(self.eval_images, processor, image_size=self.image_size)[0]["pixel_values"]
+        return FrozenBackbone(backbone).size(*pixels.shape[-2:])
+
     def __call__(
         self,
         backbone: RaptorModel | Teacher,

@@ -10,14 +10,12 @@ import jinja2
 
 from . import plots
 from .phases import Phases
-from .report_blocks import Block, figure_block, table_block
+from .probe_report import accuracy_section
+from .report_blocks import Block, figure_block, settings_blocks, table_block
 from .results import (
     CURVES,
     RESULTS_FORMAT,
-    TEACHER,
-    as_number,
     as_text,
-    probe_metric,
     summary_rows,
     to_plain,
     without_folders,
@@ -25,8 +23,6 @@ from .results import (
 )
 from .study_report import dynamics_section, partitions_section, studies_section
 from .tokens import TOKEN_GROUPS, schedule_segments
-
-PROBE_AXES = {"accuracy": "top-1 accuracy (%)", "mean_iou": "mean IoU (%)"}
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en"><head>
@@ -157,41 +153,6 @@ def _fidelity_section(results: dict[str, Any]) -> list[Block]:
     return blocks
 
 
-def _accuracy_section(results: dict[str, Any]) -> list[Block]:
-    probe = results.get("probe") or {}
-    entries = {name: entry for name, entry in (probe.get("results") or {}).items() if entry.get("mean") is not None}
-    blocks, (heading, scale) = [], probe_metric(probe)
-    metric = probe.get("metric") or "accuracy"
-    if entries and scale == 100:
-        bars = {name: (entry["mean"], entry.get("std")) for name, entry in entries.items()}
-        retained = {name: entry.get("retained") for name, entry in entries.items()}
-        figure = plots.accuracy_figure(
-            bars, PROBE_AXES[metric], reference_name=TEACHER if TEACHER in bars else None, retained=retained
-        )
-        task = f": {probe['task']}" if probe.get("task") else ""
-        blocks.append(figure_block("accuracy", figure, f"Probe on the frozen features{task}"))
-    runs = {name: entry[metric] for name, entry in entries.items() if entry.get(metric)}
-    if runs:
-        columns = range(max(map(len, runs.values())))
-        form = ".2f" if scale == 100 else ".3f"
-        rows = [
-            [name, *(as_number(dict(enumerate(run)).get(i), scale, form) for i in columns)]
-            for name, run in runs.items()
-        ]
-        title, _, unit = heading.partition(" (")
-        blocks.append(table_block(f"{title} of each run ({unit}", rows, ["Model", *(f"Run {i + 1}" for i in columns)]))
-    blocks += _details(entries)
-    return blocks + _settings("Protocol of the probe", probe.get("protocol"))
-
-
-def _details(entries: dict[str, Any]) -> list[Block]:
-    """Every metric that is one number, of each model's first head."""
-    firsts = {name: entry["details"][0] for name, entry in entries.items() if entry.get("details")}
-    names = [key for key, value in next(iter(firsts.values()), {}).items() if isinstance(value, (int, float))]
-    rows = [[key, *(as_text(first.get(key)) for first in firsts.values())] for key in names]
-    return [table_block("All metrics of the first head", rows, ["Metric", *firsts])] if rows else []
-
-
 def _training_section(results: dict[str, Any]) -> list[Block]:
     models = _models(results, "training")
     blocks = []
@@ -212,8 +173,8 @@ def _environment_section(results: dict[str, Any]) -> list[Block]:
     command = {"kind": "code", "caption": "Command:", "text": results.get("command")}
     blocks = [command] if command["text"] else []
     seed = {"seed": results["seed"]} if results.get("seed") is not None else {}
-    blocks += _settings("Software and hardware", {**seed, **(results.get("environment") or {})})
-    return blocks + _settings("Duration (seconds)", results.get("timings"))
+    blocks += settings_blocks("Software and hardware", {**seed, **(results.get("environment") or {})})
+    return blocks + settings_blocks("Duration (seconds)", results.get("timings"))
 
 
 def _usage_section(results: dict[str, Any]) -> list[Block]:
@@ -229,14 +190,14 @@ _SECTIONS = {
     "Results": _results_section,
     "Phases": _phases_section,
     "Fidelity": _fidelity_section,
-    "Accuracy": _accuracy_section,
+    "Accuracy": accuracy_section,
     "Training": _training_section,
     "Partitions": partitions_section,
     "Layer swaps": studies_section,
     "Dynamics": dynamics_section,
     "Environment": _environment_section,
     "Load the model": _usage_section,
-    "Data": lambda results: _settings("Images that were used", results.get("dataset")),
+    "Data": lambda results: settings_blocks("Images that were used", results.get("dataset")),
 }
 
 
@@ -248,9 +209,3 @@ def _curves(models: Iterable[Mapping[str, Any]], key: str, group: str) -> dict[s
     """Curves of one token group that have a value, by model."""
     found = {model["name"]: (model["fidelity"].get(key) or {}).get(group) or [] for model in models}
     return {name: curve for name, curve in found.items() if any(value is not None for value in curve)}
-
-
-def _settings(caption: str, values: Mapping[str, Any] | None) -> list[Block]:
-    """Table of names and values, or nothing."""
-    rows = [[name, as_text(value)] for name, value in (values or {}).items()]
-    return [table_block(caption, rows)] if rows else []

@@ -3,11 +3,11 @@
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .drawing import DPI
-from .results import ABSENT
+from .results import ABSENT, as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,3 +31,9 @@ def figure_block(name: str, figure: "Figure", caption: str) -> Block:
     png, width = buffer.getvalue(), round(100 * figure.get_figwidth())
     block = {"kind": "figure", "name": name, "caption": caption, "width": width}
     return {**block, "png": png, "base64": base64.b64encode(png).decode()}
+
+
+def settings_blocks(caption: str, values: Mapping[str, Any] | None) -> list[Block]:
+    """Table of names and values, or nothing."""
+    rows = [[name, as_text(value)] for name, value in (values or {}).items()]
+    return [table_block(caption, rows)] if rows else []

@@ -7,16 +7,23 @@ import torch
 from transformers import AutoConfig, AutoImageProcessor
 
 from ..modeling_raptor import RaptorModel
+from ..results import RESULTS_FILE, read_json
 from ..teachers import Teacher, public_name
 from .common import require_weights
 from .values import UsageError
 
 
 def short_names(names: list[str]) -> list[str]:
-    """Short names, as long as needed to be told apart."""
-    short = [public_name(name) for name in names]
+    """Short names, as long as needed to be told apart; a Raptor that was distilled here has the name it got then."""
+    short = [_distilled_name(Path(name) / RESULTS_FILE) or public_name(name) for name in names]
     parents = [f"{Path(name).resolve().parent.name}/{label}" for name, label in zip(names, short, strict=True)]
     return [long if short.count(label) > 1 else label for label, long in zip(short, parents, strict=True)]
+
+
+def _distilled_name(path: Path) -> str | None:
+    """Name of the only model of a `results.json`, if there is such a file."""
+    models = (read_json(path).get("models") or []) if path.is_file() else []
+    return models[0].get("name") if len(models) == 1 else None
 
 
 def load_backbone(name: str) -> tuple[RaptorModel | Teacher, Any]:

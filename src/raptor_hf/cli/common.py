@@ -1,5 +1,6 @@
 """Arguments that several commands share, and how they become a teacher and images."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from huggingface_hub.utils import httpx
 from ..cards import load_config
 from ..data import ImageDataset, PixelDataset, load_images
 from ..hub import INDEX, WEIGHTS, push_folder
+from ..probe_tables import probe_records, probe_table, write_tables
 from ..results import RESULTS_FILE
 from ..teachers import Teacher
-from .console import note, status, warn
+from .console import note, status, table, warn
 from .values import UsageError
 
 
@@ -42,6 +44,19 @@ class ImageArguments:
     image_size: int | None = field(default=None, metadata={"help": "Pixels of a side; default the image processor's."})
     max_images: int | None = field(default=None, metadata={"help": "Random subset of every split."})
     on_error: str = field(default="raise", metadata={"help": "raise, or skip damaged images and count them."})
+
+
+def print_probe_table(folder: Path, results: Mapping[str, Any]) -> None:
+    """Prints the paper's Table 1 of the results' probes, and writes it to `folder` in four formats.
+
+    Raises:
+        UsageError: if there is no probe.
+    """
+    records = probe_records(results)
+    if not records:
+        raise UsageError("no probe in these results; run raptor-hf probe first, or leave --table out.")
+    table(*probe_table(records), title=results.get("title"))
+    note(f"wrote {', '.join(map(str, write_tables(folder, records)))}")
 
 
 def load_teacher(args: TeacherArguments) -> Teacher:

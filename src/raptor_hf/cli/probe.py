@@ -21,12 +21,12 @@ from ..dense_data import DenseDataset, load_depth, load_segmentation
 from ..dense_probes import DENSE_TASKS, DenseProbe, scaled
 from ..modeling_raptor import RaptorModel
 from ..probe_heads import model_with_head
-from ..probes import LinearProbe, ProbeArguments
+from ..probes import LinearProbe, ProbeArguments, ProbeResult
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..teachers import Teacher, public_name
 from .backbones import load_backbone, short_names, to_accelerator
-from .common import ImageArguments, check_finished, load_split
+from .common import ImageArguments, check_finished, load_split, print_probe_table
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
@@ -80,6 +80,9 @@ class ProbeCommandArguments:
         default=False,
         metadata={"help": "Save every model with its first head, in output_dir/heads."},
     )
+    table: bool = field(
+        default=False, metadata={"help": "Print the paper's Table 1, and write table.md, .csv, .json and .tex."}
+    )
     num_workers: int = field(default=0, metadata={"help": "Processes that read images."})
     output_dir: str = field(default="runs/probe", metadata={"help": "Folder of the results."})
     overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
@@ -114,11 +117,12 @@ def main(argv: list[str]) -> int:
         backbones["random"] = _random(backbones[reference])
     settings = {"format": 2, "task": args.task, "save_heads": args.save_heads, **dataclasses.asdict(images)}
     progress = _Progress(output_dir / PROGRESS_FILE, {**settings, **probe.get_config_dict()})
-    outcomes = {}
+    outcomes, sizes = {}, {}
     for label, (backbone, processor) in backbones.items():
         with status(f"probing {label}"):
             keep = partial(_save, output_dir / "heads" / label, backbone, processor, probe) if args.save_heads else None
             outcomes[label] = probe(backbone, processor, label, progress.of(backbone), keep)
+            sizes[label] = probe.size(backbone, processor)
     teacher = outcomes.get(reference)
     results = new_results(
         f"Linear probe on {public_name(images.dataset)}", shlex.join(["raptor-hf", "probe", *argv]), 0
@@ -128,18 +132,27 @@ def main(argv: list[str]) -> int:
         "metric": probe.primary_metric,
         "dataset": public_name(images.dataset),
         "protocol": probe.get_config_dict(),
-        "results": {label: outcome.to_dict(teacher) for label, outcome in outcomes.items()},
+        "results": {label: {**outcomes[label].to_dict(teacher), "size": size} for label, size in sizes.items()},
     }
     write_report(output_dir, results)
     write_json(output_dir / RESULTS_FILE, results)  # last: a run is finished when its results are there
     progress.path.unlink(missing_ok=True)
+    if args.table:
+        print_probe_table(output_dir, results)
+    else:
+        _print_outcomes(outcomes, teacher, probe, results["title"])
+    note(f"wrote {output_dir}")
+    return 0
+
+
+def _print_outcomes(
+    outcomes: dict[str, ProbeResult], teacher: ProbeResult | None, probe: LinearProbe | DenseProbe, title: str
+) -> None:
     rows = [
         [label, outcome.mean, outcome.std, None if teacher is None else outcome.retained(teacher), outcome.num_scored]
         for label, outcome in outcomes.items()
     ]
-    table(["model", _COLUMNS[probe.primary_metric], "sigma", "retained", "images"], rows, title=results["title"])
-    note(f"wrote {output_dir}")
-    return 0
+    table(["model", _COLUMNS[probe.primary_metric], "sigma", "retained", "images"], rows, title=title)
 
 
 def _save(

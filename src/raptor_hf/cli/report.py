@@ -1,12 +1,15 @@
 """`raptor-hf report DIR`: results.json of one or several runs as one page with figures."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..probe_tables import probes_of
 from ..report import write_report
 from ..results import RESULTS_FILE, read_json, summary_rows
+from .common import print_probe_table
 from .console import note, table, warn
 from .parsing import parse
 from .values import UsageError
@@ -22,6 +25,9 @@ class ReportArguments:
         default_factory=list, metadata={"help": "Run folders, searched for results.json (required)."}
     )
     output_dir: str | None = field(default=None, metadata={"help": "Folder of the page; default the first folder."})
+    table: bool = field(
+        default=False, metadata={"help": "Print the probes as the paper's Table 1; write table.md, .csv, .json, .tex."}
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -40,9 +46,12 @@ def main(argv: list[str]) -> int:
     output_dir = Path(args.output_dir or args.folders[0])
     results = merge_results([_located(path, output_dir) for path in paths])
     page = write_report(output_dir, results)
-    header, rows = summary_rows(results)
-    if rows:
-        table(header, rows, title=results.get("title"))
+    if args.table:
+        print_probe_table(output_dir, results)
+    else:
+        header, rows = summary_rows(results)
+        if rows:
+            table(header, rows, title=results.get("title"))
     note(f"{len(paths)} results in {page}")
     return 0
 
@@ -57,9 +66,10 @@ def _located(path: Path, output_dir: Path) -> dict[str, Any]:
 
 
 def merge_results(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins results of several runs: models and probe results are collected, of everything else the first is kept.
+    """Joins results of several runs: models and probes are collected, of everything else the first is kept.
 
-    A model or probe result that has the name of an earlier one is left out with a warning.
+    A model that has the name of an earlier one is left out with a warning, and so are a probe's results for a name and
+    set of images that an earlier probe had. `probe` is the first probe, `probes` are all where there are several.
     """
     merged: dict[str, Any] = {}
     for part in parts:
@@ -70,12 +80,28 @@ def merge_results(parts: list[dict[str, Any]]) -> dict[str, Any]:
                 warn(f"two models are called {model['name']}; the first is shown (distill --name tells them apart)")
             else:
                 models = [*models, model]
-        probe = dict(part.get("probe", {}))
-        if probe and "probe" in merged:
-            probe["results"] = {**probe["results"], **merged["probe"]["results"]}
         merged = {**part, **merged}
         if models:
             merged["models"] = models
-        if probe:
-            merged["probe"] = probe
+    probes = _merge_probes(probe for part in parts for probe in probes_of(part))
+    if probes:
+        merged["probe"] = probes[0]
+    if len(probes) > 1:
+        merged["probes"] = probes
     return merged
+
+
+def _merge_probes(probes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One probe per task and set of images, with the results of all."""
+    merged: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for probe in probes:
+        known = merged.setdefault((probe.get("task"), probe.get("dataset")), {**probe, "results": {}})
+        on = f" on {known['dataset']}" if known.get("dataset") else ""
+        if known.get("protocol") != probe.get("protocol"):
+            warn(f"probes{on} differ in their protocol; the first's is shown")
+        for name, entry in probe["results"].items():
+            if name not in known["results"]:
+                known["results"][name] = entry
+            elif known["results"][name] != entry:
+                warn(f"{name} was probed twice{on}; the first result is shown")
+    return list(merged.values())
