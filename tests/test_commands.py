@@ -446,6 +446,7 @@ def test_merging_collects_models_and_probes_and_keeps_the_first(capsys):
         (["phases"], "no teacher given"),
         (["probe"], "no model given"),
         (["report"], "no run folder given"),
+        (["probe", "x", "--preset", "best"], "--preset best is unknown; use one of recommended, paper, research"),
         (["probe", "x", "--random-baseline"], "--random_baseline needs --reference"),
         (["distill", "/no/such/teacher", "--use-cpu"], "cannot be loaded"),
         (["distill", "x", "--preset", "best"], "preset"),
@@ -496,6 +497,13 @@ def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
     whole = probe["results"]["teacher"]["mean"]
     share = entry["mean"] / whole if task == "segmentation" else whole / entry["mean"]
     assert entry["retained"] == pytest.approx(share)
+    capsys.readouterr()
+    head = ["--head", str(tmp_path / "probe" / "heads" / "raptor-k2"), "--overwrite"]
+    again = ["--seeds", "1", "--num-epochs", "0", "--output-dir", str(tmp_path / "kept")]
+    assert main([*argv, *options, *head, *again]) == 0
+    kept = results(tmp_path / "kept")["probe"]
+    assert kept["results"]["raptor-k2"][metric] == entry[metric][:1]  # the saved head, unchanged
+    assert kept["protocol"]["head"] == "raptor-k2"
     capsys.readouterr()
     assert main(["report", str(tmp_path / "probe"), "--table", "--output-dir", str(tmp_path / "page")]) == 0
     assert re.search(r"\| teacher +\| 4 layers +\|", capsys.readouterr().out)

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
+import dense_sets
 from hub_server import Hub
 from raptor_hf import RaptorForImageClassification, RaptorModel
 from raptor_hf.quickstart import digits_processor
+from raptor_hf.results import read_json
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -124,3 +126,23 @@ def test_dynamics_print_what_each_token_group_does(make_teacher, tmp_path):
     for group in ("cls", "registers", "patch"):
         assert f"{group}: " in output
         assert f"{group} perturbed by a tenth" in output
+
+
+@pytest.mark.parametrize("name", ["imagenet", "ade20k", "nyuv2"])
+def test_evaluations_measure_by_the_papers_protocol(name, folder, tmp_path):
+    make = {"ade20k": dense_sets.make_ade, "nyuv2": dense_sets.make_nyu_csv}
+    data = make[name](tmp_path / "set") if name in make else "digits"
+    options = {"imagenet": ["--eval-split", "test"], "ade20k": [], "nyuv2": ["--crop", "none"]}[name]
+    command = [
+        sys.executable, str(EXAMPLES / f"evaluate_{name}.py"), str(folder), "--dataset", str(data), "--image-size",
+        "16", "--max-images", "8", "--num-epochs", "1", "--batch-size", "4", "--seeds", "1", *options,
+        "--output-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert {"imagenet": "Top-1 (%)", "ade20k": "mIoU (%)", "nyuv2": "RMSE (m)"}[name] in output
+    assert (tmp_path / "run" / "table.tex").is_file()
+    protocol = read_json(tmp_path / "run" / "results.json")["probe"]["protocol"]
+    assert protocol["select"] == "best"
+    assert (
+        name == "imagenet" or (protocol["eval_size"] == "input") == (name == "ade20k") or protocol["align"] == "paper"
+    )

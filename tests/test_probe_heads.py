@@ -18,7 +18,7 @@ from raptor_hf.data import dinov2_processor, load_images
 from raptor_hf.dense_data import load_depth, load_segmentation
 from raptor_hf.dense_metrics import DepthRange, DepthScores, SegmentationScores
 from raptor_hf.dense_probes import DEPTH, DEPTH_ARGUMENTS, SEGMENTATION, SEGMENTATION_ARGUMENTS, DenseProbe, scaled
-from raptor_hf.probe_heads import model_with_head
+from raptor_hf.probe_heads import load_head, model_with_head
 from raptor_hf.probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments
 
 FAST = {"image_size": (42, 56), "batch_size": 4, "seeds": (0, 1), "learning_rate": 3e-2, "augment": "none"}
@@ -110,3 +110,51 @@ def test_a_task_without_a_model_is_named(make_model, photos):
     task = dataclasses.replace(IMAGE_CLASSIFICATION, name="retrieval")
     with pytest.raises(ValueError, match=r"task 'retrieval' has no model; probes of image-classification"):
         model_with_head(make_model(), torch.nn.Identity(), None, LinearProbe(images, images, task=task))
+
+
+@pytest.mark.parametrize("backbone", ["teacher"], indirect=True)
+def test_a_probe_starts_from_a_saved_head(backbone, photos, make_model, tmp_path):
+    images = load_images([{"image": picture, "label": label} for picture, label in photos], image_column="image")
+    options = ProbeArguments(learning_rate=1e-2, num_epochs=20, batch_size=5, augment="none", seeds=(0,))
+    probe = LinearProbe(images, images, options)
+    trained = probe(backbone, dinov2_processor(56))
+    saved(backbone, trained.head, probe, tmp_path / "model", AutoModelForImageClassification)
+    head = load_head(str(tmp_path / "model"), IMAGE_CLASSIFICATION.name, images.label_names)
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    unchanged = LinearProbe(images, images, dataclasses.replace(options, num_epochs=0), start=head)
+    result = unchanged(backbone, dinov2_processor(56))
+    assert result.values == trained.values
+    assert torch.equal(result.head.weight, trained.head.weight)
+    tuned = LinearProbe(images, images, dataclasses.replace(options, select="best", num_epochs=3), start=head)
+    raptor = make_model(image_size=56)
+    assert tuned(raptor, dinov2_processor(56)).values[0] >= unchanged(raptor, dinov2_processor(56)).values[0]
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in before.items())
+    with pytest.raises(ValueError, match=r"takes 64 features to 2 outputs, but the backbone has 128 features"):
+        LinearProbe(images, images, options, start=head)(make_model(hidden_size=64), dinov2_processor(28))
+
+
+@pytest.mark.parametrize("backbone", ["raptor"], indirect=True)
+def test_a_head_that_does_not_fit_is_refused(backbone, photos, tmp_path):
+    images = load_images([{"image": picture, "label": label} for picture, label in photos], image_column="image")
+    images.label_names = ["cat", "dog"]
+    probe = LinearProbe(images, images, ProbeArguments(num_epochs=0, seeds=(0,), augment="none"))
+    saved(backbone, torch.nn.Linear(64, 2), probe, tmp_path / "model", AutoModelForImageClassification)
+    assert load_head(str(tmp_path / "model"), IMAGE_CLASSIFICATION.name, ["n01", "n02"]).out_features == 2
+    with pytest.raises(ValueError, match=r"the classes of the images in another order"):
+        load_head(str(tmp_path / "model"), IMAGE_CLASSIFICATION.name, ["dog", "cat"])
+    backbone.save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"bare has no trained linear head"):
+        load_head(str(tmp_path / "bare"), IMAGE_CLASSIFICATION.name)
+
+
+@pytest.mark.parametrize("backbone", ["raptor"], indirect=True)
+def test_a_dense_probe_starts_from_a_saved_head(backbone, tmp_path):
+    root = dense_sets.make_ade(tmp_path / "ade", train=4, validation=2)
+    arguments = scaled(SEGMENTATION_ARGUMENTS, num_epochs=2, **{**FAST, "seeds": (0,)})
+    pairs = load_segmentation(root, "train"), load_segmentation(root)
+    probe = DenseProbe(SEGMENTATION, *pairs, arguments)
+    trained = probe(backbone, dinov2_processor(56))
+    saved(backbone, trained.head, probe, tmp_path / "model", AutoModelForSemanticSegmentation)
+    head = load_head(str(tmp_path / "model"), SEGMENTATION.name)
+    again = DenseProbe(SEGMENTATION, *pairs, dataclasses.replace(arguments, num_epochs=0), start=head)
+    assert again(backbone, dinov2_processor(56)).values == trained.values

@@ -19,7 +19,7 @@ from .dense_pixels import DensePixels, Frame, collate_dense
 from .frozen import FrozenBackbone
 from .modeling_raptor import RaptorModel
 from .modeling_raptor_dense import DepthBins, depth_loss, patch_and_cls_features, patch_features, segmentation_loss
-from .probes import ProbeArguments, ProbeResult, train_head
+from .probes import ProbeArguments, ProbeResult, started_head, train_head
 from .teachers import Teacher
 from .tokens import TokenLayout
 
@@ -147,6 +147,7 @@ class DenseProbe:
         train_pairs, eval_pairs: images with a label for every pixel.
         arguments: how the head is trained; the task's own by default.
         num_workers: processes that read images.
+        start: as in [`~raptor_hf.probes.LinearProbe`].
 
     Raises:
         ValueError: if a set is empty.
@@ -160,13 +161,14 @@ class DenseProbe:
         arguments: DenseProbeArguments | None = None,
         *,
         num_workers: int = 0,
+        start: nn.Module | None = None,
     ) -> None:
         for name, pairs in (("training", train_pairs), ("evaluation", eval_pairs)):
             if len(pairs) == 0:
                 raise ValueError(f"the {name} set of a probe is empty.")
         default = SEGMENTATION_ARGUMENTS if task.primary_metric == "mean_iou" else DEPTH_ARGUMENTS
         self.task, self.train_pairs, self.eval_pairs = task, train_pairs, eval_pairs
-        self.arguments, self.num_workers = arguments or default, num_workers
+        self.arguments, self.num_workers, self.start = arguments or default, num_workers, start
 
     @property
     def primary_metric(self) -> str:
@@ -235,9 +237,11 @@ class DenseProbe:
         return (value if self.greater_is_better else -value) if value == value else float("-inf")
 
     def _new_head(self, seed: int, frozen: FrozenBackbone) -> nn.Module:
+        channels = frozen.hidden_size * (2 if self.task.features is patch_and_cls_features else 1)
+        if self.start is not None:
+            return started_head(self.start, channels, self.task.num_outputs).to(frozen.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            channels = frozen.hidden_size * (2 if self.task.features is patch_and_cls_features else 1)
             return nn.Conv2d(channels, self.task.num_outputs, kernel_size=1).to(frozen.device)
 
     def _loader(self, pixels: DensePixels, **kwargs: Any) -> DataLoader:

@@ -1,11 +1,18 @@
 """A probe's head with its backbone, as a model that is saved, pushed, and used in a pipeline like any other."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
 from torch import nn
-from transformers import DPTImageProcessor, PreTrainedModel
+from transformers import (
+    AutoModelForDepthEstimation,
+    AutoModelForImageClassification,
+    AutoModelForSemanticSegmentation,
+    DPTImageProcessor,
+    PreTrainedModel,
+)
 
 from .data import processor_at_size
 from .dense_pixels import Frame
@@ -19,10 +26,10 @@ from .modeling_raptor import (
 from .probes import LinearProbe
 from .teachers import Teacher
 
-_HEADS: dict[str, tuple[type[PreTrainedModel], str]] = {
-    "image-classification": (RaptorForImageClassification, "classifier"),
-    SEGMENTATION.name: (RaptorForSemanticSegmentation, "decode_head"),
-    DEPTH.name: (RaptorForDepthEstimation, "head"),
+_HEADS: dict[str, tuple[type[PreTrainedModel], Any, str]] = {
+    "image-classification": (RaptorForImageClassification, AutoModelForImageClassification, "classifier"),
+    SEGMENTATION.name: (RaptorForSemanticSegmentation, AutoModelForSemanticSegmentation, "decode_head"),
+    DEPTH.name: (RaptorForDepthEstimation, AutoModelForDepthEstimation, "head"),
 }
 # What a backbone was trained on; sizes are the probe's.
 _KEPT = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_convert_rgb")
@@ -54,7 +61,7 @@ def model_with_head(
     raptor = backbone
     if isinstance(raptor, Teacher):
         raptor = RaptorModel.from_teacher(raptor, [1] * raptor.num_layers)
-    kind, name = _HEADS[probe.task.name]
+    kind, _, name = _HEADS[probe.task.name]
     config = copy.deepcopy(raptor.config)
     if isinstance(probe, LinearProbe):
         names = probe.train_images.label_names or [f"LABEL_{label}" for label in range(probe.num_classes)]
@@ -70,6 +77,33 @@ def model_with_head(
     model.raptor.load_state_dict(raptor.state_dict())
     getattr(model, name).load_state_dict(head.state_dict())
     return model.eval(), _processor(processor, probe, config.patch_size)
+
+
+def load_head(name: str, task: str, label_names: Sequence[str] | None = None) -> nn.Module:
+    """The linear head of a saved model: one of [`model_with_head`], or a public classifier such as
+    `facebook/dinov2-with-registers-base-imagenet1k-1-layer`, whose head reads `[cls, mean patch]` too.
+
+    Args:
+        name: folder or Hub id.
+        task: of the probe.
+        label_names: classes in the order of the probe's labels, which must be the head's; of other names (WordNet ids,
+            say) the number alone counts.
+
+    Raises:
+        OSError: if it cannot be loaded.
+        ValueError: if its head is not linear, or has the classes in another order.
+    """
+    _, auto, attribute = _HEADS[task]
+    model, report = auto.from_pretrained(name, output_loading_info=True)
+    head = getattr(model, attribute, None)
+    if not isinstance(head, (nn.Linear, nn.Conv2d)) or any(key.startswith(attribute) for key in report["missing_keys"]):
+        raise ValueError(
+            f"{name} has no trained linear head; name a model that has one, such as probe --save_heads leaves."
+        )
+    own = [model.config.id2label[label] for label in sorted(model.config.id2label)]
+    if label_names and own != list(label_names) and sorted(own) == sorted(label_names):
+        raise ValueError(f"the head of {name} has the classes of the images in another order; sort them alike.")
+    return head
 
 
 def _processor(processor: Any, probe: LinearProbe | DenseProbe, patch_size: int) -> Any:

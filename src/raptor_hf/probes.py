@@ -174,6 +174,8 @@ class LinearProbe:
         task: what is probed.
         image_size: pixels of a side, in place of the processor's.
         num_workers: processes that read images.
+        start: head that training starts from, in place of a random one; with `num_epochs=0` it is measured as it is. It
+            stays unchanged.
 
     Raises:
         ValueError: if a set is empty or unlabelled, or the evaluation set has a class that training does not know.
@@ -190,7 +192,9 @@ class LinearProbe:
         task: ProbeTask = IMAGE_CLASSIFICATION,
         image_size: int | None = None,
         num_workers: int = 0,
+        start: nn.Module | None = None,
     ) -> None:
+        self.start = start
         self.train_images, self.eval_images, self.task = train_images, eval_images, task
         self.arguments = arguments or ProbeArguments()
         self.image_size, self.num_workers = image_size, num_workers
@@ -258,7 +262,7 @@ class LinearProbe:
         }
         eval_features = self._all(extract, pixels["eval"], f"{description}: evaluation features")
         train_features = None
-        if self.arguments.augment == "none":
+        if self.arguments.augment == "none" and self.arguments.num_epochs > 0:
             train_features = self._all(extract, pixels["train"], f"{description}: training features")
         head = None
         for seed in seeds:
@@ -318,6 +322,8 @@ class LinearProbe:
         return head, score
 
     def _new_head(self, seed: int, features: torch.Tensor) -> nn.Module:
+        if self.start is not None:
+            return started_head(self.start, features.shape[-1], self.num_classes).to(features.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.task.head(features.shape[-1], self.num_classes).to(features.device)
@@ -394,6 +400,21 @@ def train_head(
                 weights = copy.deepcopy(head.state_dict())
     head.load_state_dict(weights)
     return max(scored, key=worth)
+
+
+def started_head(start: nn.Module, num_features: int, num_outputs: int) -> nn.Module:
+    """A copy of `start` in float32.
+
+    Raises:
+        ValueError: if it does not take `num_features` to `num_outputs`.
+    """
+    outputs, inputs = next(start.parameters()).shape[:2]
+    if (inputs, outputs) != (num_features, num_outputs):
+        raise ValueError(
+            f"the head takes {inputs} features to {outputs} outputs, but the backbone has {num_features} features and "
+            f"the images need {num_outputs} outputs; use a head of such a backbone and these classes."
+        )
+    return copy.deepcopy(start).float().requires_grad_()
 
 
 def _scheduler(optimizer: torch.optim.Optimizer, options: ProbeArguments, steps: int) -> Any:
