@@ -321,6 +321,9 @@ def test_values_against_the_number_of_blocks():
     assert (left.get_xticks().tolist(), right.get_xticks().tolist()) == ([2, 3], [2, 4])
     assert (left.get_ylabel(), right.get_ylabel()) == ("retained (%)", "R²")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["Top-1", "mIoU", "ViT-S", "last layer"]
+    assert left.lines[2].get_color() == plots.INK
+    (named,) = plots.blocks_figure({"r": PANELS["R²"]}, {"r": {"random: last layer": 0.1}}).axes
+    assert named.lines[1].get_color() == named.lines[0].get_color()
     assert len(plots.blocks_figure({**PANELS, "empty": {}}).axes) == 2
     with pytest.raises(ValueError, match=r"no finite value"):
         plots.blocks_figure({"R²": {"a": {2: math.nan}}})

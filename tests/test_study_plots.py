@@ -34,7 +34,7 @@ def test_scores_and_boundaries(tmp_path):
     figure = scores_figure({"1": 0.1, "2": 0.8, "3": 0.9, "4": 1.0}, 2, stability, 4, title="teacher")
     left, right = figure.axes[:2]
     np.testing.assert_array_equal(left.lines[0].get_xydata(), [[1, 0.1], [2, 0.8], [3, 0.9], [4, 1.0]])
-    np.testing.assert_array_equal(right.images[0].get_array(), [[0, 0, 1], [0, 0.25, 0.75]])
+    np.testing.assert_array_equal(right.images[0].get_array(), [[0, 0, 100], [0, 25, 75]])
     assert sorted(text.get_text() for text in right.texts) == ["100", "25", "75"]
     assert [label.get_text() for label in right.get_yticklabels()] == ["2", "3"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["best partition", "elbow, k = 2"]

@@ -9,7 +9,7 @@ def test_a_flow_comes_down_to_a_row_per_token_group():
         "effective_rank": [9.04, 3.0, 2.96], "dmd": {"median_modulus": 0.5, "spectral_radius": 1.25},
     }  # fmt: skip
     rows = flow_rows({"a": {"groups": {"cls": entry, "patch": {**entry, "effective_rank": None}}}})
-    assert rows[0] == ["a", "cls", "0.300", "2", "9.0–3.0", "3", "0.500", "1.250"]
+    assert rows[0] == ["a", "cls", "0.300", "2", "9.0 to 3.0", "3", "0.500", "1.250"]
     assert rows[1][4] == "–"
     assert {len(row) for row in rows} == {len(FLOW_HEADER)}
 

@@ -214,7 +214,7 @@ def blocks_figure(
         panels (mapping of a value's name to mapping of series to `k` to value): one panel each, for example
             the accuracy retained and R2.
         references (mapping of a value's name to mapping of model to value, *optional*): lines across a panel, such as
-            a smaller teacher.
+            a smaller teacher; one named `"model: series"` has the colour of that series.
 
     Raises:
         ValueError: if there is no finite value.
@@ -233,7 +233,9 @@ def blocks_figure(
             style = line_style(names.index(name))
             (handles[name],) = axes.plot(counts, to_array([points[count] for count in counts]), **style)
         for name, value in ((references or {}).get(label) or {}).items():
-            style = {"color": INK, "linestyle": (0, (5, 3 + 3 * lines.index(name))), "linewidth": 1.2}
+            of = [line_style(names.index(series))["color"] for series in names if name.endswith(f": {series}")]
+            colour = of[0] if of else INK
+            style = {"color": colour, "linestyle": (0, (5, 3 + 3 * lines.index(name))), "linewidth": 1.2}
             handles[name] = axes.axhline(value, **style)
         counts = sorted({count for points in series.values() for count in points})
         axes.set(xticks=counts, xlim=(min(counts) - 0.5, max(counts) + 0.5))

@@ -71,7 +71,8 @@ def probe_table(records: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[l
         blocks = f"{size['num_layers']} layers" if size["num_layers"] is not None else ABSENT
         row = [model, blocks if size["num_blocks"] is None else str(size["num_blocks"])]
         row.append(as_number(size["num_parameters"], form=",d"))
-        row.append(as_number(None if size["flops"] is None else size["flops"] / 1e9))
+        flops = None if size["flops"] is None else size["flops"] / 1e9
+        row.append(as_number(flops, form=".2f" if (flops or 0.0) >= 1.0 else ".2g"))
         for column in columns:
             record = next((r for r in own if (r["task"], r["dataset"], r["metric"]) == column), {})
             row += _cells(record, column[-1])

@@ -110,13 +110,13 @@ def scores_figure(
         table = np.array(
             [[shares.get(str(layer), 0.0) for layer in range(1, num_layers)] for shares in stability.values()]
         )
-        image = grid[1].imshow(table, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", origin="lower")
+        image = grid[1].imshow(100 * table, cmap="Blues", vmin=0.0, vmax=100.0, aspect="auto", origin="lower")
         for row, column in zip(*np.nonzero(table >= 0.005), strict=True):
             colour = "white" if table[row, column] > 0.55 else INK
             place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8}
             grid[1].text(column, row, f"{100 * table[row, column]:.0f}", color=colour, **place)
         bar = figure.colorbar(image, ax=grid[1], pad=0.02)
-        bar.set_label("share of resamples (%: numbers)", fontsize=9, color=INK)
+        bar.set_label("share of resamples (%)", fontsize=9, color=INK)
         ticks = layer_ticks(num_layers - 1)
         grid[1].set(xticks=[tick - 1 for tick in ticks], yticks=range(len(stability)))
         grid[1].set_xticklabels([str(tick) for tick in ticks])

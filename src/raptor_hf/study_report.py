@@ -28,7 +28,9 @@ FLOW_PATHS = {
 SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with the untouched last state", 1)}
 PARTITIONS_HEADER = "Blocks|Partition|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
-FLOW_HEADER = "Model|Tokens|Speed (rad)|Fastest|Effective rank|Coherence peak|Median modulus|Spectral radius".split("|")
+FLOW_HEADER = (
+    "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last layer)|Coherence peak|Median modulus|Spectral radius"
+).split("|")
 
 
 def swap_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -74,7 +76,7 @@ def flow_rows(models: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
             group,
             as_number(sum(speed) / len(speed), form=".3f"),
             str(1 + speed.index(max(speed))),
-            "–".join(dict.fromkeys(as_number(rank, form=".1f") for rank in (ranks[0], ranks[-1]))),
+            " to ".join(dict.fromkeys(as_number(rank, form=".1f") for rank in (ranks[0], ranks[-1]))),
             str(1 + coherence.index(max(coherence))),
             as_number(modes["median_modulus"], form=".3f"),
             as_number(modes["spectral_radius"], form=".3f"),
