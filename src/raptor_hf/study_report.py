@@ -29,7 +29,7 @@ SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with 
 PARTITIONS_HEADER = "Blocks|Partition|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
 FLOW_HEADER = (
-    "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last layer)|Coherence peak|Median modulus|Spectral radius"
+    "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last)|Coherence peak|Median modulus|Spectral radius"
 ).split("|")
 
 
