@@ -149,6 +149,12 @@ def test_wrong_values_are_named(options, message):
         make(**options)
 
 
+def test_one_weight_means_all_tokens_alike():
+    args = make(preset="paper", last_block_weights=[1.0])
+    assert args.objective_for("blocks").last_block_weights is None
+    assert args.objective_for("end_to_end").end_to_end_weights == {"cls": 0.45, "registers": 0.1, "patch": 0.45}
+
+
 @pytest.mark.parametrize("feature", ["amx_bf16", "avx512_bf16", None])
 def test_bfloat16_is_the_default_where_the_processor_has_it(feature, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

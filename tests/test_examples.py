@@ -146,3 +146,22 @@ def test_evaluations_measure_by_the_papers_protocol(name, folder, tmp_path):
     assert (
         name == "imagenet" or (protocol["eval_size"] == "input") == (name == "ade20k") or protocol["align"] == "paper"
     )
+
+
+def test_ablations_fill_the_papers_table(make_teacher, tmp_path):
+    teacher = make_teacher(image_size=16, patch_size=4)
+    teacher.model.save_pretrained(tmp_path / "teacher")
+    digits_processor().save_pretrained(tmp_path / "teacher")
+    command = [
+        sys.executable, str(EXAMPLES / "06_ablations.py"), str(tmp_path / "teacher"), "--image_size", "16",
+        "--num_blocks", "2", "--max_steps", "2", "--output_dir", str(tmp_path / "run"), "--distill_options",
+        "--per_device_train_batch_size 4 --no_bf16 --dataloader_num_workers 0 --max_images 16",
+        "--probe_options", "--augment none --num_epochs 1 --max_images 16 --num_seeds 2",
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    table = (tmp_path / "run" / "table.md").read_text(encoding="utf-8")
+    assert output.endswith(table + "\n")
+    names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert names[1:] == ["1-tf-only", "2-ar-anneal", "3-depth-scale", "4-cls-weight", "5-stage-2", "6-probe-tuning"]
+    again = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert again.endswith(table + "\n")

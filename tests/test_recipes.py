@@ -16,6 +16,7 @@ from raptor_hf.results import read_json
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+ABLATIONS = sorted((ROOT / "examples" / "recipes" / "ablations").glob("*.yaml"))
 SCHEDULES = {"k2": "1-7 | 8-12", "k3": "1-7 | 8-10 | 11-12", "k4": "1-4 | 5-7 | 8-10 | 11-12"}
 NUM_TRAIN = 1_281_167  # images of ImageNet-1k
 
@@ -93,6 +94,34 @@ def test_a_recipe_has_the_card_of_its_plan(recipe):
     assert card.count("Not yet run.") == 2  # fidelity and probes
     assert "It does not exist yet: this is the plan of a run" in card
     assert f"\nraptor-hf distill examples/recipes/{recipe.name}\n" in card
+
+
+@pytest.mark.parametrize("recipe", ABLATIONS, ids=lambda path: path.stem)
+def test_an_ablation_can_be_planned(recipe, teacher, make_model, tmp_path, capsys):
+    options = ["--dataset", "digits", "--per-device-train-batch-size", "2"]
+    if recipe.stem == "5-stage-2":
+        make_model(block_schedule=[0] * 7 + [1] * 3 + [2] * 2).save_pretrained(tmp_path / "student")
+        options += ["--student", str(tmp_path / "student")]
+    assert plan(recipe, teacher, *options) == 0
+    printed = capsys.readouterr().out
+    assert SCHEDULES["k3"] in printed
+    assert ("blocks" in printed) != ("end_to_end" in printed)
+
+
+def test_ablations_are_cumulative():
+    rows = [arguments(recipe) for recipe in ABLATIONS]
+    assert [row[0].name for row in rows] == [recipe.stem for recipe in ABLATIONS]
+    assert [row[3].output_dir for row in rows] == [f"runs/ablations/{recipe.stem}" for recipe in ABLATIONS]
+    assert [row[0].depth_scale for row in rows[:4]] == [False, False, True, True]
+    assert [row[0].repeats for row in rows[:4]] == [[7, 3, 2]] * 4
+    assert rows[4][0].student == "runs/ablations/4-cls-weight/model"
+    assert [row[3].stage for row in rows] == ["blocks"] * 4 + ["end_to_end"]
+    objectives = [row[3].objective_for("blocks") for row in rows[:4]]
+    assert [objective.objective for objective in objectives] == ["teacher_forcing", "hybrid", "hybrid", "hybrid"]
+    weights = {"cls": 0.34, "registers": 0.33, "patch": 0.33}
+    assert [objective.last_block_weights for objective in objectives] == [None, None, None, weights]
+    shared = {(row[1].teacher, row[2].dataset, row[2].image_size, row[3].preset, row[3].max_steps) for row in rows}
+    assert shared == {("facebook/dinov2-with-registers-base", "ILSVRC/imagenet-1k", 224, "paper", 400_360)}
 
 
 def test_a_card_can_be_written_without_a_run(teacher, tmp_path, capsys):

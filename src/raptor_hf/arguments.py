@@ -124,10 +124,11 @@ class DistillationArguments(TrainingArguments):
         default=None, metadata={"help": "Share of stage 1 over which lambda falls linearly to 0."}
     )
     last_block_weights: list[float] | None = field(
-        default=None, metadata={"help": "Stage 1, last block: weights of the cls, register and patch errors."}
+        default=None,
+        metadata={"help": "Stage 1, last block: weights of the cls, register and patch errors; 1: all tokens alike."},
     )
     end_to_end_weights: list[float] | None = field(
-        default=None, metadata={"help": "Stage 2: weights of the cls, register and patch errors."}
+        default=None, metadata={"help": "Stage 2: weights of the cls, register and patch errors; 1: all tokens alike."}
     )
     horizon: int | None = field(
         default=None, metadata={"help": "Layers the student runs on its own states; default all."}
@@ -273,7 +274,10 @@ def _has_bf16(use_cpu: bool) -> bool:
     return use_cpu and bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
-def _token_weights(name: str, values: list[float] | None) -> dict[str, float]:
+def _token_weights(name: str, values: list[float] | None) -> dict[str, float] | None:
+    if values == [1.0]:
+        return None
     if values is None or len(values) != len(TOKEN_GROUPS):
-        raise ValueError(f"{name}={values}: give three weights, of {', '.join(TOKEN_GROUPS)}.")
+        groups = ", ".join(TOKEN_GROUPS)
+        raise ValueError(f"{name}={values}: give three weights, of {groups}, or 1 for all tokens alike.")
     return dict(zip(TOKEN_GROUPS, values, strict=True))
