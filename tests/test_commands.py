@@ -499,7 +499,7 @@ def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
     assert entry["retained"] == pytest.approx(share)
     capsys.readouterr()
     head = ["--head", str(tmp_path / "probe" / "heads" / "raptor-k2"), "--overwrite"]
-    again = ["--seeds", "1", "--num-epochs", "0", "--output-dir", str(tmp_path / "kept")]
+    again = ["--seeds", "1", "--num-epochs", "0", "--num-pictures", "0", "--output-dir", str(tmp_path / "kept")]
     assert main([*argv, *options, *head, *again]) == 0
     kept = results(tmp_path / "kept")["probe"]
     assert kept["results"]["raptor-k2"][metric] == entry[metric][:1]  # the saved head, unchanged
@@ -511,6 +511,13 @@ def test_dense_probes(task, teacher, distilled, tmp_path, capsys):
     report = (tmp_path / "probe" / "report.html").read_text()
     assert f"{heading.split(' (')[0]} of each run" in report
     assert "All metrics of the first head" in report
+    kind = "Masks" if task == "segmentation" else "Depths"
+    assert f"{kind} that the first head predicts" in report
+    assert f"{kind} that the first head predicts" in (tmp_path / "page" / "report.html").read_text()
+    for folder in ("probe", "page"):
+        assert (tmp_path / folder / "figures" / "predictions.png").is_file()
+    assert not (tmp_path / "kept" / "predictions").exists()
+    assert "predictions" not in kept
     assert main(["card", str(distilled / "model"), "--probe", str(tmp_path / "probe")]) == 0
     card = (distilled / "model" / "README.md").read_text()
     assert f"| Model | {'mIoU (%)' if task == 'segmentation' else 'RMSE (m)'} | Retained |" in card

@@ -55,6 +55,15 @@ def test_masks_are_reduced_once_and_images_are_not(split, count, first, ade):
         loaded[count]
 
 
+def test_classes_are_named_where_their_table_is(ade):
+    assert load_segmentation(ade).label_names is None
+    rows = ["Idx\tRatio\tTrain\tVal\tName", "1\t0.16\t11664\t1172\twall", "3\t0.1\t8366\t823\tsky, heaven; blue"]
+    (ade / "objectInfo150.txt").write_text("\n".join(rows))
+    names = load_segmentation(ade).label_names
+    assert len(names) == 150
+    assert names[:4] == ["wall", "class 2", "sky", "class 4"]
+
+
 def test_an_image_of_zeros_stays_one(ade):
     Image.new("RGB", (60, 45)).save(ade / "images" / "training" / "ADE_train_00000001.jpg")
     assert np.asarray(load_segmentation(ade, "train")[0]["image"]).max() == 0

@@ -165,6 +165,27 @@ def test_a_segmentation_is_learnt_and_shuffled_masks_are_not(segmentation, teach
     assert probe(teacher, processor).mean < 0.7 * result.mean
 
 
+@pytest.mark.parametrize("kind", ["segmentation", "depth"])
+def test_predictions_are_those_that_were_scored(kind, request, teacher, processor):
+    probe, heads = request.getfixturevalue(kind)(num_epochs=2), []
+    values = probe(teacher, processor, keep=lambda seed, head: heads.append(head)).to_dict()
+    found = probe.predict(teacher, processor, heads[0], [2, 0])
+    labels = [probe.eval_pairs[index]["label"] for index in (2, 0)]
+    assert [tuple(one.shape) for one in found] == [label.shape for label in labels]
+    found = [*found, *probe.predict(teacher, processor, heads[0], [1])]
+    labels.append(probe.eval_pairs[1]["label"])
+    if kind == "segmentation":
+        pairs = [(one.numpy()[label != 255], label[label != 255]) for one, label in zip(found, labels, strict=True)]
+        share = sum((one == label).sum() for one, label in pairs) / sum(label.size for _, label in pairs)
+        assert values["details"][0]["pixel_accuracy"] == pytest.approx(share)
+    else:
+        squares = []
+        for one, label in zip(found, labels, strict=True):
+            valid = (label > 1e-3) & (label < 10)
+            squares.append((one.numpy().clip(1e-3, 10) - label)[valid] ** 2)
+        assert values["rmse"][0] == pytest.approx(math.sqrt(np.concatenate(squares).mean()), rel=1e-5)
+
+
 def test_a_depth_is_learnt(depth, teacher, processor):
     untrained, trained = depth(num_epochs=0)(teacher, processor), depth()(teacher, processor)
     assert (trained.task, trained.metric, trained.greater_is_better) == ("depth-estimation", "rmse", False)

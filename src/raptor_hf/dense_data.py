@@ -8,6 +8,7 @@ import contextlib
 import copy
 import csv
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
@@ -23,6 +24,7 @@ from .data import IMAGE_COLUMNS, IMAGE_SUFFIXES, READ_ERRORS, UPRIGHT, decode_im
 IGNORE_INDEX = 255
 ADE_CLASSES = 150
 ADE_FOLDER = "ADEChallengeData2016"
+ADE_NAMES = "objectInfo150.txt"
 MASK_COLUMNS = ("annotation", "annotations", "label", "labels", "mask", "segmentation_mask")
 DEPTH_COLUMNS = ("depth_map", "depth", "label")
 _ADE_SPLITS = {
@@ -49,6 +51,7 @@ class DenseDataset(torch.utils.data.Dataset):
         labels: a label a row, as `read_label` takes it.
         read_label: a label and its name, for messages, to `(height, width)`.
         name: of the dataset in reports.
+        label_names: of the classes, where they are known.
 
     Raises:
         ValueError: if the numbers differ; on access, if a file cannot be read, or an upright image and its label differ
@@ -56,11 +59,12 @@ class DenseDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, images: Sequence[Any], labels: Sequence[Any], read_label: Callable[[Any, str], np.ndarray], name: str
-    ) -> None:
+        self, images: Sequence[Any], labels: Sequence[Any], read_label: Callable[[Any, str], np.ndarray], name: str,
+        label_names: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         if len(images) != len(labels):
             raise ValueError(f"{name}: {len(images)} images and {len(labels)} labels; every image needs one.")
-        self.name = name
+        self.name, self.label_names = name, label_names
         self._images, self._labels, self._read_label = images, labels, read_label
         self._rows: Sequence[int] = range(len(images))
 
@@ -122,7 +126,8 @@ def load_segmentation(source: Any, split: str = "validation", *, revision: str |
     missing = [path.name for path in paths if path.stem not in by_stem]
     if missing or not paths:
         raise ValueError(f"{len(missing)} of {len(paths)} images in {images} have no mask in {masks}: {missing[:3]}.")
-    return DenseDataset(paths, [by_stem[path.stem] for path in paths], _read_mask, ADE_FOLDER)
+    names = _class_names(root / ADE_NAMES)
+    return DenseDataset(paths, [by_stem[path.stem] for path in paths], _read_mask, ADE_FOLDER, names)
 
 
 def load_depth(source: Any, split: str = "test", *, revision: str | None = None) -> DenseDataset:
@@ -185,6 +190,15 @@ def read_depth(value: Any, name: str, eight_bit: bool = False) -> np.ndarray:
         f"depth {name} is a picture of mode {picture.mode}: 8 bits cannot hold a depth. Give millimetres in 16 bits, "
         "or metres in floating point."
     )
+
+
+def _class_names(table: Path) -> list[str] | None:
+    """Names of the 150 classes in their order, of `objectInfo150.txt` as it comes with the images, if it is there."""
+    if not table.is_file():
+        return None
+    with open(table, newline="", encoding="utf-8") as file:
+        rows = {int(row["Idx"]): row["Name"] for row in csv.DictReader(file, delimiter="\t")}
+    return [re.split("[;,]", rows.get(number, f"class {number}"))[0].strip() for number in range(1, ADE_CLASSES + 1)]
 
 
 def _read_mask(value: Any, name: str) -> np.ndarray:

@@ -4,7 +4,7 @@ Two tasks as data ([`DenseTask`]), trained by the loop of [`~raptor_hf.probes`].
 stay as they are; only the head, one linear map of a patch's features, learns.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -230,6 +230,26 @@ class DenseProbe:
             len(self.eval_pairs), 0, self.get_config_dict(), head, details=details,
             greater_is_better=self.greater_is_better,
         )  # fmt: skip
+
+    @torch.no_grad()
+    def predict(
+        self, backbone: RaptorModel | Teacher, processor: Any, head: nn.Module, indices: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """What `head` makes of evaluation images: classes, int64, or metres, float32, `(height, width)` of each label.
+
+        Args:
+            backbone, processor: what the head was trained on.
+            head: of [`~raptor_hf.probes.ProbeResult`].
+            indices: of the images.
+        """
+        frozen = FrozenBackbone(backbone)
+        frame = Frame(self.arguments.image_size, frozen.patch_size, self.arguments.align)
+        found = []
+        for item in (DensePixels(self.eval_pairs, processor, frame)[index] for index in indices):
+            outputs = head(self._features(item["pixel_values"][None], frozen, frame))
+            height, width = item["label"].shape
+            found.append(self.task.predict(outputs, (height, width), frame).cpu())
+        return found
 
     def _worth(self, values: dict[str, Any]) -> float:
         """More is better; a value that is not known is worth nothing."""

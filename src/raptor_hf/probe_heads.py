@@ -66,7 +66,8 @@ def model_with_head(
     if isinstance(probe, LinearProbe):
         names = probe.train_images.label_names or [f"LABEL_{label}" for label in range(probe.num_classes)]
     elif probe.task is SEGMENTATION:
-        names = [f"LABEL_{label}" for label in range(SEGMENTATION.num_outputs)]
+        numbered = [f"LABEL_{label}" for label in range(SEGMENTATION.num_outputs)]
+        names = list(probe.eval_pairs.label_names or numbered)
     else:
         bins, names = probe_bins(), []
         config.num_depth_bins, config.min_depth, config.max_depth = bins.number, bins.minimum, bins.maximum

@@ -1,10 +1,14 @@
 """The report's section on probes: the paper's Table 1, scores of every run, and Fig. 7."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from . import plots
+from .dense_plots import depths_figure, masks_figure
+from .predictions import load_predictions
 from .probe_tables import probe_records, probe_table, probes_of
 from .report_blocks import Block, figure_block, settings_blocks, table_block
 from .results import CURVES, TEACHER, as_number, as_text, probe_metric
@@ -21,6 +25,42 @@ def accuracy_section(results: dict[str, Any]) -> list[Block]:
         of = f" on {probe['dataset']}" if len(probes) > 1 and probe.get("dataset") else ""
         blocks += _probe_blocks(probe, "accuracy" if index == 0 else f"accuracy_{index + 1}", of)
     return blocks
+
+
+def predictions_blocks(results: dict[str, Any], folder: Path) -> list[Block]:
+    """What dense probes of the results predict for some images, as stored below `folder`, and the IoU of each class."""
+    blocks: list[Block] = []
+    for index, probe in enumerate(probes_of(results)):
+        if "predictions" not in probe:
+            continue
+        of = f" on {probe['dataset']}" if len(probes_of(results)) > 1 and probe.get("dataset") else ""
+        stored = os.path.normpath(folder / probe["predictions"])  # `folder`, which `..` may leave, need not exist yet
+        found = load_predictions(stored, probe["results"])
+        names = probe.get("label_names")
+        if found is not None:
+            masks = probe.get("metric") == "mean_iou"
+            figure = masks_figure(*found, class_names=names) if masks else depths_figure(*found)
+            caption = f"{'Masks' if masks else 'Depths'} that the first head predicts{of}"
+            blocks.append(figure_block("predictions" if index == 0 else f"predictions_{index + 1}", figure, caption))
+        blocks += _class_table(probe["results"], names, of)
+    return blocks
+
+
+def _class_table(entries: Mapping[str, Any], names: Sequence[str] | None, of: str) -> list[Block]:
+    """IoU of every class that the evaluation set or a prediction has, of each model's first head."""
+    every = {name: entry["details"][0]["iou"] for name, entry in entries.items() if "iou" in _first(entry)}
+    length = max(map(len, every.values()), default=0)
+    rows = [
+        [names[number] if names else f"class {number}", *(as_number(iou[number], 100, ".1f") for iou in every.values())]
+        for number in range(length)
+        if any(iou[number] is not None for iou in every.values())
+    ]
+    return [table_block(f"IoU of each class of the first head{of} (%)", rows, ["Class", *every])] if rows else []
+
+
+def _first(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    details = entry.get("details")
+    return details[0] if details else {}
 
 
 def _table(results: Mapping[str, Any]) -> list[Block]:

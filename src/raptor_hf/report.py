@@ -10,7 +10,7 @@ import jinja2
 
 from . import plots
 from .phases import Phases
-from .probe_report import accuracy_section
+from .probe_report import accuracy_section, predictions_blocks
 from .report_blocks import Block, figure_block, settings_blocks, table_block
 from .results import (
     CURVES,
@@ -94,6 +94,7 @@ def write_report(output_dir: str | os.PathLike[str], results: Mapping[str, Any])
     if len(set(names)) < len(names):
         raise ValueError(f"models {names} do not all have their own name; rename one of a pair.")
     built = {title: build(plain) for title, build in _SECTIONS.items()}
+    built["Accuracy"] += predictions_blocks(plain, folder)
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(_TEMPLATE)
     html = template.render(title=plain.get("title") or "Raptor report", sections={k: v for k, v in built.items() if v})
     for block in (block for blocks in built.values() for block in blocks if block["kind"] == "figure"):

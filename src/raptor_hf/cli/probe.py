@@ -21,6 +21,7 @@ from ..activations import weights_digest
 from ..dense_data import DenseDataset, load_depth, load_segmentation
 from ..dense_probes import DENSE_TASKS, DenseProbe, scaled
 from ..modeling_raptor import RaptorModel
+from ..predictions import PREDICTIONS_FOLDER, chosen, save_pairs, save_predictions
 from ..probe_heads import load_head, model_with_head
 from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments, ProbeResult
 from ..report import write_report
@@ -98,6 +99,9 @@ class ProbeCommandArguments:
         default=False,
         metadata={"help": "Save every model with its first head, in output_dir/heads."},
     )
+    num_pictures: int = field(
+        default=4, metadata={"help": "Segmentation, depth: evaluation images shown with what the first head predicts."}
+    )
     table: bool = field(
         default=False, metadata={"help": "Print the paper's Table 1, and write table.md, .csv, .json and .tex."}
     )
@@ -138,13 +142,14 @@ def main(argv: list[str]) -> int:
         "task": args.task,
         "head": args.head,
         "save_heads": args.save_heads,
+        "num_pictures": args.num_pictures,
         **dataclasses.asdict(images),
     }
     progress = _Progress(output_dir / PROGRESS_FILE, {**settings, **probe.get_config_dict()})
     outcomes, sizes = {}, {}
     for label, (backbone, processor) in backbones.items():
         with status(f"probing {label}"):
-            keep = partial(_save, output_dir / "heads" / label, backbone, processor, probe) if args.save_heads else None
+            keep = partial(_keep_first, output_dir, label, backbone, processor, probe, args)
             outcomes[label] = probe(backbone, processor, label, progress.of(backbone), keep)
             sizes[label] = probe.size(backbone, processor)
     teacher = outcomes.get(reference)
@@ -158,6 +163,9 @@ def main(argv: list[str]) -> int:
         "protocol": {**probe.get_config_dict(), **({"head": public_name(args.head)} if args.head else {})},
         "results": {label: {**outcomes[label].to_dict(teacher), "size": size} for label, size in sizes.items()},
     }
+    if isinstance(probe, DenseProbe):
+        results["probe"] |= {"label_names": probe.eval_pairs.label_names}
+        results["probe"] |= {"predictions": PREDICTIONS_FOLDER} if args.num_pictures > 0 else {}
     write_report(output_dir, results)
     write_json(output_dir / RESULTS_FILE, results)  # last: a run is finished when its results are there
     progress.path.unlink(missing_ok=True)
@@ -179,11 +187,20 @@ def _print_outcomes(
     table(["model", _COLUMNS[probe.primary_metric], "sigma", "retained", "images"], rows, title=title)
 
 
-def _save(
-    folder: Path, backbone: RaptorModel | Teacher, processor: Any, probe: LinearProbe | DenseProbe, seed: int, head: Any
-) -> None:
-    """Saves the first seed's head with its backbone; other seeds' are not kept."""
-    if seed == probe.arguments.seeds[0]:
+def _keep_first(
+    output_dir: Path, label: str, backbone: RaptorModel | Teacher, processor: Any, probe: LinearProbe | DenseProbe,
+    args: ProbeCommandArguments, seed: int, head: Any,
+) -> None:  # fmt: skip
+    """Keeps of the first seed's head what it predicts for some images and, if wanted, itself with its backbone."""
+    if seed != probe.arguments.seeds[0]:
+        return
+    if isinstance(probe, DenseProbe) and args.num_pictures > 0:
+        indices = chosen(len(probe.eval_pairs), args.num_pictures)
+        maps = [found.numpy() for found in probe.predict(backbone, processor, head, indices)]
+        save_pairs(output_dir / PREDICTIONS_FOLDER, (probe.eval_pairs[index] for index in indices))
+        save_predictions(output_dir / PREDICTIONS_FOLDER, label, maps)
+    if args.save_heads:
+        folder = output_dir / "heads" / label
         model, own_processor = model_with_head(backbone, head, processor, probe)
         model.save_pretrained(folder)
         own_processor.save_pretrained(folder)

@@ -57,11 +57,14 @@ def main(argv: list[str]) -> int:
 
 
 def _located(path: Path, output_dir: Path) -> dict[str, Any]:
-    """Results whose models are named relative to the page, not to their own run."""
+    """Results whose models and predictions are named relative to the page, not to their own run."""
     results = read_json(path)
     for model in results.get("models", []):
         if "path" in model:
             model["path"] = os.path.relpath(path.parent / model["path"], output_dir)
+    for probe in probes_of(results):
+        if "predictions" in probe:
+            probe["predictions"] = os.path.relpath(path.parent / probe["predictions"], output_dir)
     return results
 
 
