@@ -10,7 +10,7 @@ from transformers import (
     AutoModelForDepthEstimation,
     AutoModelForImageClassification,
     AutoModelForSemanticSegmentation,
-    DPTImageProcessor,
+    DPTImageProcessorPil,
     PreTrainedModel,
 )
 
@@ -112,4 +112,4 @@ def _processor(processor: Any, probe: LinearProbe | DenseProbe, patch_size: int)
         return processor if probe.image_size is None else processor_at_size(processor, probe.image_size)
     height, width = Frame(probe.arguments.image_size, patch_size).padded
     kept = {name: getattr(processor, name) for name in _KEPT if getattr(processor, name, None) is not None}
-    return DPTImageProcessor(size={"height": height, "width": width}, resample=Image.Resampling.BICUBIC, **kept)
+    return DPTImageProcessorPil(size={"height": height, "width": width}, resample=Image.Resampling.BICUBIC, **kept)
