@@ -14,10 +14,16 @@ from accelerate import PartialState
 from torch.distributed.fsdp import fully_shard
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel, TrainerCallback
 
+import dense_sets
 from raptor_hf import DistillationArguments, RaptorDistillationTrainer, RaptorModel, Teacher
 from raptor_hf.activations import cache_activations
+from raptor_hf.cli import main
 from raptor_hf.data import PixelDataset, dinov2_processor, load_images
+from raptor_hf.dense_data import load_depth, load_segmentation
+from raptor_hf.dense_probes import DEPTH, DEPTH_ARGUMENTS, SEGMENTATION, SEGMENTATION_ARGUMENTS, DenseProbe, scaled
 from raptor_hf.distillation import RaptorForDistillation
+from raptor_hf.probes import LinearProbe, ProbeArguments
+from raptor_hf.results import read_json
 from raptor_hf.safeguards import TrainingStopped
 
 GLOBAL_BATCH = 8
@@ -199,6 +205,56 @@ def sharded(folder, processes):
     return {name: value.clone() for name, value in whole.items()}
 
 
+def probes(folder, processes, count=5):
+    """What each probe finds on `count` images in batches of 2 per process, and the weights of its head."""
+    root = folder / os.environ.get("RANK", "0")  # processes that write the same files would meet half of one
+    digits = [load_images("digits", split=split, max_images=count) for split in ("train", "test")]
+    masks = dense_sets.make_ade(root, train=count, validation=count)
+    depths = dense_sets.make_nyu_csv(root, train=count, test=count)
+    segmentation = [load_segmentation(masks, split) for split in ("train", "validation")]
+    rooms = [load_depth(depths, split) for split in ("train", "test")]
+    options = {"num_epochs": 2, "batch_size": 2, "learning_rate": 1e-2, "seeds": (0,)}
+    dense = {**options, "image_size": (28, 42)}
+    made = {
+        "classification": LinearProbe(*digits, ProbeArguments(**options)),
+        "cached": LinearProbe(*digits, ProbeArguments(**options, augment="none")),
+        "segmentation": DenseProbe(SEGMENTATION, *segmentation, scaled(SEGMENTATION_ARGUMENTS, **dense)),
+        "masks_cached": DenseProbe(
+            SEGMENTATION, *segmentation, scaled(SEGMENTATION_ARGUMENTS, **dense, augment="none", select="best")
+        ),
+        "depth": DenseProbe(DEPTH, *rooms, scaled(DEPTH_ARGUMENTS, **dense, crop="none")),
+    }
+    found = {}
+    for name, probe in made.items():
+        heads, seen, teacher = [], [], make_teacher()
+        teacher.model.register_forward_pre_hook(
+            lambda model, args, kwargs, seen=seen: seen.extend(kwargs.get("pixel_values", *args)), with_kwargs=True
+        )
+        result = probe(teacher, dinov2_processor(28), keep=lambda seed, head, heads=heads: heads.append(head))
+        weights = {key: value.detach().clone() for key, value in heads[0].state_dict().items()}
+        found[name] = {"values": result.to_dict(), "weights": weights, "seen": len(seen)}
+    return found
+
+
+def probe_command(folder, processes):
+    """Exit code of a command that a run which stopped after one of two seeds goes on with, and what it measured."""
+    argv = [
+        "probe", "segmentation", str(folder / "teacher"), "--dataset", str(folder / "ADEChallengeData2016"),
+        "--image-size", "28", "--num-epochs", "1", "--batch-size", "2", "--save-heads", "--output-dir",
+        str(folder / "run"), "--seeds",
+    ]  # fmt: skip
+    with PartialState(cpu=True).main_process_first():
+        if os.environ.get("RANK", "0") == "0":
+            make_teacher().model.save_pretrained(folder / "teacher")
+            dinov2_processor(28).save_pretrained(folder / "teacher")
+            dense_sets.make_ade(folder, train=3, validation=3)
+    codes = []
+    for options in (["2"], ["2"], ["1", "--overwrite"]):
+        codes.append(main([*argv, *options]))
+        PartialState().wait_for_everyone()  # the first process writes what was found
+    return {"codes": codes, "probe": read_json(folder / "run" / "results.json")["probe"]["results"]}
+
+
 CASES = {
     "blocks": lambda *where: gradients(*where, stage="blocks"),
     "end_to_end": gradients,
@@ -213,6 +269,9 @@ CASES = {
     "cache": cache,
     "broken_image": broken_image,
     "one_image": one_image,
+    "probes": probes,
+    "probe_command": probe_command,
+    "probes_one_image": lambda *where: probes(*where, count=1),
     "sharded": sharded,
 }
 

@@ -657,22 +657,22 @@ def test_help_shows_own_options_before_those_of_the_trainer(flag, capsys):
 def test_processes_that_do_not_see_each_other_are_refused(variable, monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    require_world_size(1, "distill")
+    require_world_size(1, "distill ... --use_cpu")
     monkeypatch.setenv(variable, "2")
-    require_world_size(2, "distill")
+    require_world_size(2, "distill ... --use_cpu")
     remedy = (
         "ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m raptor_hf distill ... --use_cpu"
     )
     with pytest.raises(UsageError, match=remedy):
-        require_world_size(1, "distill")
+        require_world_size(1, "distill ... --use_cpu")
     monkeypatch.setenv(variable, "1")
-    require_world_size(1, "distill")
+    require_world_size(1, "distill ... --use_cpu")
     monkeypatch.setenv(variable, "several")
-    require_world_size(1, "distill")
+    require_world_size(1, "distill ... --use_cpu")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # four machines
     with pytest.raises(UsageError, match="4 processes were started"):
-        require_world_size(1, "distill")
+        require_world_size(1, "distill ... --use_cpu")
 
 
 # What is shown

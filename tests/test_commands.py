@@ -84,6 +84,8 @@ def test_phases(teacher, photos, tmp_path, capsys):
     assert main(argv) == 2
     assert "holds a finished run; give --overwrite" in capsys.readouterr().err
     assert main([*argv, "--overwrite"]) == 0
+    assert main([*argv, "--overwrite", "--dataset", str(tmp_path / "none")]) == 2  # which costs no finished run
+    assert results(tmp_path / "p")["phases"] == record
 
 
 def test_distill_makes_a_model_a_report_and_a_table(distilled, capsys):

@@ -64,6 +64,7 @@ RANKS = (
     "evaluation",
     "trainer",
     "estimates",
+    "processes",
     "frozen",
     "probes",
     "dense_probes",

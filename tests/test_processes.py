@@ -1,5 +1,6 @@
 """Two processes give what one gives: gradients, metrics, optimiser steps, resumed runs, and how a run ends."""
 
+import itertools
 import socket
 
 import pytest
@@ -102,3 +103,35 @@ def test_sharded_blocks_train_and_the_whole_student_is_saved(in_two, in_one, fol
     assert largest_difference(first, in_one("sharded")) <= 1e-6
     reloaded = RaptorModel.from_pretrained(folder_of_two / "sharded" / "student").state_dict()
     assert all(torch.equal(reloaded[name], first[name]) for name in reloaded)
+
+
+PROBES = ["classification", "cached", "segmentation", "masks_cached", "depth"]
+
+
+@pytest.mark.parametrize("case", ["probes", "probes_one_image"])
+def test_probes_find_what_one_process_finds(case, in_two, in_one):
+    """Also of a last batch that does not divide, and of fewer images than processes."""
+    alone, count = in_one(case), 1 if case == "probes_one_image" else 5
+    assert list(alone) == PROBES
+    for result, (name, expected) in itertools.product(in_two, alone.items()):
+        found = result[case][name]
+        assert found["values"]["num_scored"] == expected["values"]["num_scored"] == count
+        assert flat(found["values"]) == pytest.approx(flat(expected["values"]), abs=1e-6, nan_ok=True), name
+        assert largest_difference(found["weights"], expected["weights"]) <= 1e-6
+        assert found["seen"] <= (0.7 if count > 1 else 1) * expected["seen"]  # the images are shared
+    assert in_two[0][case].keys() == alone.keys()
+
+
+def test_a_probe_command_is_finished_once(in_two, in_one):
+    alone = in_one("probe_command")
+    for result in in_two:
+        assert result["probe_command"]["codes"] == alone["codes"] == [0, 2, 0]  # a finished run is not overwritten
+    assert flat(in_two[0]["probe_command"]["probe"]) == pytest.approx(flat(alone["probe"]), abs=1e-6)
+
+
+def flat(values, name=""):
+    """Numbers of nested dictionaries and lists under dotted names."""
+    if isinstance(values, dict | list):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        return {key: number for part, value in items for key, number in flat(value, f"{name}.{part}").items()}
+    return {name: values} if isinstance(values, int | float) else {}

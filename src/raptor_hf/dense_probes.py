@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from tqdm.auto import tqdm
 
 from .dense_data import ADE_CLASSES, IGNORE_INDEX, DenseDataset
@@ -20,6 +20,7 @@ from .frozen import FrozenBackbone
 from .modeling_raptor import RaptorModel
 from .modeling_raptor_dense import DepthBins, depth_loss, patch_and_cls_features, patch_features, segmentation_loss
 from .probes import ProbeArguments, ProbeResult, started_head, train_head
+from .processes import joined, own_images, shared_loader, shuffled_batches, summed, without_bar
 from .teachers import Teacher
 from .tokens import TokenLayout
 
@@ -264,11 +265,6 @@ class DenseProbe:
             torch.manual_seed(seed)
             return nn.Conv2d(channels, self.task.num_outputs, kernel_size=1).to(frozen.device)
 
-    def _loader(self, pixels: DensePixels, **kwargs: Any) -> DataLoader:
-        return DataLoader(
-            pixels, self.arguments.batch_size, collate_fn=collate_dense, num_workers=self.num_workers, **kwargs
-        )
-
     @torch.no_grad()
     def _features(self, pixel_values: torch.Tensor, frozen: FrozenBackbone, frame: Frame) -> torch.Tensor:
         hidden_states = frozen(pixel_values)
@@ -278,37 +274,49 @@ class DenseProbe:
         self, seed: int, pixels: DensePixels, frozen: FrozenBackbone, frame: Frame
     ) -> Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
         """Function of the epoch to that epoch's features and labels, in an order of seed and epoch."""
-        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def computed(batches: list[list[int]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            """Features and labels of every batch, which the processes share."""
+            for batch, part in zip(
+                batches, shared_loader(pixels, batches, self.num_workers, collate_dense), strict=True
+            ):
+                features = self._features(part["pixel_values"], frozen, frame)
+                labels = torch.stack(part["labels"]).to(frozen.device)
+                yield joined(features, len(batch)), joined(labels, len(batch))
 
         def epoch_batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             """Batches of one epoch; without augmentation each image goes through the backbone once."""
-            generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+            batches = shuffled_batches(len(pixels), self.arguments.batch_size, seed, epoch)
             if pixels.augment != "none":
                 pixels.set_epoch(epoch)
-                for batch in self._loader(pixels, shuffle=True, generator=generator):
-                    features = self._features(batch["pixel_values"], frozen, frame)
-                    yield features, torch.stack(batch["labels"]).to(frozen.device)
+                yield from computed(batches)
                 return
             if not kept:
-                for batch in self._loader(pixels, generator=torch.Generator()):
-                    features = self._features(batch["pixel_values"], frozen, frame)
-                    for feature, label in zip(features, batch["labels"], strict=True):
-                        kept[len(kept)] = feature, label.to(frozen.device)
-            for chosen in torch.randperm(len(kept), generator=generator).split(self.arguments.batch_size):
-                rows = [kept[int(index)] for index in chosen]
-                yield torch.stack([feature for feature, _ in rows]), torch.stack([label for _, label in rows])
+                in_order = torch.arange(len(pixels)).split(self.arguments.batch_size)
+                for found in computed([batch.tolist() for batch in in_order]):
+                    kept.extend(zip(*found, strict=True))
+            for chosen in batches:
+                features, labels = zip(*(kept[index] for index in chosen), strict=True)
+                yield torch.stack(features), torch.stack(labels)
 
         return epoch_batches
 
     @torch.no_grad()
     def _score(self, head: nn.Module, pixels: DensePixels, frozen: FrozenBackbone, frame: Frame) -> dict[str, Any]:
+        """Scores of the evaluation images, of which each process takes its own."""
         scores = self.task.scores(self.arguments)
-        loader = self._loader(pixels, generator=torch.Generator())
-        for batch in tqdm(loader, desc="scoring", leave=False, disable=None):
+        own = Subset(pixels, own_images(len(pixels)))
+        loader = DataLoader(
+            own, self.arguments.batch_size, collate_fn=collate_dense, num_workers=self.num_workers,
+            generator=torch.Generator(),
+        )  # fmt: skip
+        for batch in tqdm(loader, desc="scoring", leave=False, disable=without_bar()):
             outputs = head(self._features(batch["pixel_values"], frozen, frame))
             for output, label in zip(outputs, batch["labels"], strict=True):
                 size = (label.shape[0], label.shape[1])
                 scores.update(self.task.predict(output[None], size, frame), label)
+        scores.load_state(summed(scores.state()))
         return scores.compute()
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 from .data import ImageDataset, PixelDataset, collate_pixels
 from .frozen import FrozenBackbone
 from .modeling_raptor import RaptorModel
+from .processes import joined, load_first, shared_loader, shuffled_batches, without_bar
 from .teachers import Teacher
 from .tokens import TokenLayout
 
@@ -273,15 +273,19 @@ class LinearProbe:
             outcomes[seed] = score
         return head
 
-    def _loader(self, pixels: PixelDataset, **kwargs: Any) -> DataLoader:
-        return DataLoader(
-            pixels, self.arguments.batch_size, collate_fn=collate_pixels, num_workers=self.num_workers, **kwargs
-        )
+    def _features(
+        self, extract: "_FeatureExtractor", pixels: PixelDataset, batches: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Features and labels of every batch, which the processes share."""
+        loader = shared_loader(pixels, batches, self.num_workers, collate_pixels)
+        for batch, part in zip(batches, loader, strict=True):
+            features, labels = extract(part)
+            yield joined(features, len(batch)), joined(labels, len(batch))
 
     def _all(self, extract: "_FeatureExtractor", pixels: PixelDataset, description: str) -> tuple[torch.Tensor, ...]:
-        loader = self._loader(pixels, generator=torch.Generator())  # else it would draw from the global generator
-        batches = [extract(batch) for batch in tqdm(loader, desc=description, leave=False, disable=None)]
-        features, labels = zip(*batches, strict=True)
+        batches = torch.arange(len(pixels)).split(self.arguments.batch_size)
+        found = self._features(extract, pixels, [batch.tolist() for batch in batches])
+        features, labels = zip(*tqdm(found, description, len(batches), leave=False, disable=without_bar()), strict=True)
         return torch.cat(features), torch.cat(labels)
 
     def _batches(
@@ -294,15 +298,13 @@ class LinearProbe:
         """Function of the epoch to that epoch's shuffled batches of features and labels."""
 
         def epoch_batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            """Batches of one epoch: features computed anew, or those that were kept, in an order of seed and epoch."""
-            generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
-            if features is None:
-                pixels.set_epoch(epoch)
-                yield from (extract(batch) for batch in self._loader(pixels, shuffle=True, generator=generator))
-            else:
-                order = torch.randperm(len(features[0]), generator=generator).to(features[0].device)
-                for chosen in order.split(self.arguments.batch_size):
-                    yield features[0][chosen], features[1][chosen]
+            """Batches of one epoch: features computed anew, or those that were kept."""
+            batches = shuffled_batches(len(pixels), self.arguments.batch_size, seed, epoch)
+            if features is not None:
+                yield from ((features[0][chosen], features[1][chosen]) for chosen in batches)
+                return
+            pixels.set_epoch(epoch)
+            yield from self._features(extract, pixels, batches)
 
         return epoch_batches
 
@@ -386,7 +388,7 @@ def train_head(
     steps = options.num_epochs * -(-num_images // options.batch_size)
     scheduler = _scheduler(optimizer, options, steps)
     scored, weights = [score(head)] if options.select == "best" or steps == 0 else [], copy.deepcopy(head.state_dict())
-    for epoch in tqdm(range(options.num_epochs), desc=description, leave=False, disable=None):
+    for epoch in tqdm(range(options.num_epochs), desc=description, leave=False, disable=without_bar()):
         for features, labels in batches(epoch):
             loss(head(features), labels).backward()
             if options.max_grad_norm > 0:
@@ -395,6 +397,7 @@ def train_head(
             scheduler.step()
             optimizer.zero_grad()
         if options.select == "best" or epoch == options.num_epochs - 1:
+            load_first(head)
             scored.append(score(head))
             if len(scored) == 1 or worth(scored[-1]) > max(map(worth, scored[:-1])):
                 weights = copy.deepcopy(head.state_dict())

@@ -1,11 +1,13 @@
 """Arguments that several commands share, and how they become a teacher and images."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from huggingface_hub.utils import httpx
 
 from ..cards import load_config
@@ -151,6 +153,17 @@ def check_finished(output_dir: Path, overwrite: bool) -> None:
     """
     if (output_dir / RESULTS_FILE).is_file() and not overwrite:
         raise UsageError(f"{output_dir} holds a finished run; give --overwrite to replace it, or another --output_dir.")
+
+
+def make_way(output_dir: Path, overwrite: bool) -> None:
+    """Removes what is to be replaced; called when the input has been read, so that wrong input costs no finished run.
+
+    In a launch of several processes the first one removes, and all go on together.
+    """
+    processes = PartialState()
+    if overwrite and processes.is_main_process:
+        shutil.rmtree(output_dir, ignore_errors=True)
+    processes.wait_for_everyone()
 
 
 def push_and_report(folder: str | Path, repo_id: str, **options: Any) -> int:

@@ -2,7 +2,6 @@
 
 import copy
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..report import write_report
 from ..results import RESULTS_FILE, dataset_record, new_results, summary_rows, teacher_record, write_json
 from ..runs import MODEL_FOLDER, distill
 from ..teachers import public_name
-from .common import ImageArguments, TeacherArguments, check_finished, load_teacher, push_and_report
+from .common import ImageArguments, TeacherArguments, check_finished, load_teacher, make_way, push_and_report
 from .console import is_main_process, note, table
 from .dry_run import dry_run
 from .parsing import parse, require_world_size
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
         description=__doc__,
     )
     processes = PartialState(cpu=args.use_cpu)
-    require_world_size(processes.num_processes, "distill")
+    require_world_size(processes.num_processes, "distill ... --use_cpu")
     args, push = _without_push(args)
     args = _of_stage(student, args)
     if student.dry_run:
@@ -49,14 +48,12 @@ def main(argv: list[str]) -> int:
     phases = given_phases(student, start)
     output_dir = Path(str(args.output_dir))
     check_finished(output_dir, student.overwrite)
-    if student.overwrite and is_main_process():
-        shutil.rmtree(output_dir, ignore_errors=True)
-    processes.wait_for_everyone()
     teacher = load_teacher(source)
     train_images, train = training_images(images, stream, teacher.image_processor, args.seed)
     evaluation = None
     if images.eval_split is not None and student.blocks is None:  # one block alone is no student to measure
         evaluation = evaluation_images(images, stream, teacher.image_processor, args.seed)
+    make_way(output_dir, student.overwrite)
     states = cached_states(cache, teacher, train, args, processes)
     phases, record = run_phases(student, phases, teacher, train_images, train.processor, output_dir)
     note(f"phases: {phases}")

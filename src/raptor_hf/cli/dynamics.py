@@ -1,7 +1,6 @@
 """`raptor-hf dynamics MODEL [MODEL ...]`: the flow of token states over depth, of ViTs and Raptors side by side."""
 
 import shlex
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ..studies import compare_flows, study_dynamics
 from ..study_report import FLOW_HEADER, flow_rows
 from ..teachers import public_name
 from .backbones import load_backbone, short_names
-from .common import ImageArguments, check_finished, load_split, to_pixels
+from .common import ImageArguments, check_finished, load_split, make_way, to_pixels
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
@@ -61,10 +60,9 @@ def main(argv: list[str]) -> int:
     _check(args, names)
     output_dir = Path(args.output_dir)
     check_finished(output_dir, args.overwrite)
-    if args.overwrite:
-        shutil.rmtree(output_dir, ignore_errors=True)
     backbones = {label: load_backbone(name) for label, name in zip(short_names(names), names, strict=True)}
     dataset = load_split(images, images.eval_split, args.seed)
+    make_way(output_dir, args.overwrite)
     records, angles, loaders = {}, {}, {}
     for label, (model, processor) in backbones.items():
         pixels = to_pixels(dataset, processor, images.image_size)

@@ -82,7 +82,7 @@ def require_world_size(num_processes: int, command: str) -> None:
 
     Args:
         num_processes (`int`): what the run sees, `accelerate.PartialState().num_processes`.
-        command (`str`): the command's name, for the message.
+        command (`str`): how the command is given, for the message.
 
     Raises:
         UsageError: if the launcher's `WORLD_SIZE` or `LOCAL_WORLD_SIZE` exceeds `num_processes`.
@@ -91,9 +91,9 @@ def require_world_size(num_processes: int, command: str) -> None:
     started = max((int(size) for size in sizes if size.isdigit()), default=1)
     if started > num_processes:
         raise UsageError(
-            f"{started} processes were started, but each sees a world of {num_processes} and would train alone; on "
+            f"{started} processes were started, but each sees a world of {num_processes} and would work alone; on "
             f"CPUs start them with: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes {started} "
-            f"-m raptor_hf {command} ... --use_cpu"
+            f"-m raptor_hf {command}"
         )
 
 

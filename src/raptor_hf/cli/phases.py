@@ -1,7 +1,6 @@
 """`raptor-hf phases TEACHER`: layer similarity of a teacher, and the phases it suggests."""
 
 import shlex
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from ..report import write_report
 from ..results import RESULTS_FILE, new_results, teacher_record, write_json
 from ..runs import PHASES_FILE, discover_phases
 from ..teachers import public_name
-from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, to_pixels
+from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, make_way, to_pixels
 from .console import note, status, table
 from .parsing import parse
 
@@ -49,10 +48,9 @@ def main(argv: list[str]) -> int:
     )
     output_dir = Path(args.output_dir)
     check_finished(output_dir, args.overwrite)
-    if args.overwrite:
-        shutil.rmtree(output_dir, ignore_errors=True)
     teacher = load_teacher(source)
     pixels = to_pixels(load_split(images, images.train_split, args.seed), teacher.image_processor, images.image_size)
+    make_way(output_dir, args.overwrite)
     with status("comparing layers"):
         record = discover_phases(
             teacher, pixels, tuple(args.num_blocks), output_dir / PHASES_FILE, tokens=args.tokens,

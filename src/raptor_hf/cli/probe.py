@@ -4,7 +4,6 @@ code for Raptors and ViTs.
 
 import dataclasses
 import shlex
-import shutil
 from collections import UserDict
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import AutoModel
 
@@ -24,13 +24,14 @@ from ..modeling_raptor import RaptorModel
 from ..predictions import PREDICTIONS_FOLDER, chosen, save_pairs, save_predictions
 from ..probe_heads import load_head, model_with_head
 from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments, ProbeResult
+from ..processes import first_value
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..teachers import Teacher, public_name
 from .backbones import load_backbone, short_names, to_accelerator
-from .common import ImageArguments, check_finished, load_split, print_probe_table
-from .console import note, status, table
-from .parsing import parse
+from .common import ImageArguments, check_finished, load_split, make_way, print_probe_table
+from .console import is_main_process, note, status, table
+from .parsing import parse, require_world_size
 from .values import UsageError
 
 PROGRESS_FILE = "progress.json"
@@ -125,10 +126,10 @@ def main(argv: list[str]) -> int:
         raise UsageError("no model given; name folders or Hub ids of Raptors or ViTs.")
     if args.random_baseline and args.reference is None:
         raise UsageError("--random_baseline needs --reference, whose shape it has.")
+    processes = PartialState(cpu=not torch.accelerator.is_available())
+    require_world_size(processes.num_processes, "probe ...")
     output_dir = Path(args.output_dir)
     check_finished(output_dir, args.overwrite)
-    if args.overwrite:
-        shutil.rmtree(output_dir, ignore_errors=True)
     probe = _make_probe(args, images)
     labels = short_names(names)
     if args.reference and "teacher" not in labels:
@@ -137,6 +138,7 @@ def main(argv: list[str]) -> int:
     reference = next(iter(backbones)) if args.reference else ""
     if args.random_baseline:
         backbones["random"] = _random(backbones[reference])
+    make_way(output_dir, args.overwrite)
     settings = {
         "format": 2,
         "task": args.task,
@@ -152,20 +154,13 @@ def main(argv: list[str]) -> int:
             keep = partial(_keep_first, output_dir, label, backbone, processor, probe, args)
             outcomes[label] = probe(backbone, processor, label, progress.of(backbone), keep)
             sizes[label] = probe.size(backbone, processor)
+    if not is_main_process():
+        return 0
     teacher = outcomes.get(reference)
     results = new_results(
         f"Linear probe on {public_name(images.dataset)}", shlex.join(["raptor-hf", "probe", *argv]), 0
     )
-    results["probe"] = {
-        "task": probe.task.name,
-        "metric": probe.primary_metric,
-        "dataset": public_name(images.dataset),
-        "protocol": {**probe.get_config_dict(), **({"head": public_name(args.head)} if args.head else {})},
-        "results": {label: {**outcomes[label].to_dict(teacher), "size": size} for label, size in sizes.items()},
-    }
-    if isinstance(probe, DenseProbe):
-        results["probe"] |= {"label_names": probe.eval_pairs.label_names}
-        results["probe"] |= {"predictions": PREDICTIONS_FOLDER} if args.num_pictures > 0 else {}
+    results["probe"] = _record(probe, outcomes, teacher, sizes, args, images)
     write_report(output_dir, results)
     write_json(output_dir / RESULTS_FILE, results)  # last: a run is finished when its results are there
     progress.path.unlink(missing_ok=True)
@@ -175,6 +170,25 @@ def main(argv: list[str]) -> int:
         _print_outcomes(outcomes, teacher, probe, results["title"])
     note(f"wrote {output_dir}")
     return 0
+
+
+def _record(
+    probe: LinearProbe | DenseProbe, outcomes: dict[str, ProbeResult], teacher: ProbeResult | None,
+    sizes: dict[str, Any], args: ProbeCommandArguments, images: ImageArguments,
+) -> dict[str, Any]:  # fmt: skip
+    """What results.json says of the probe."""
+    record = {
+        "task": probe.task.name,
+        "metric": probe.primary_metric,
+        "dataset": public_name(images.dataset),
+        "protocol": {**probe.get_config_dict(), **({"head": public_name(args.head)} if args.head else {})},
+        "results": {label: {**outcomes[label].to_dict(teacher), "size": size} for label, size in sizes.items()},
+    }
+    if isinstance(probe, DenseProbe):
+        record["label_names"] = probe.eval_pairs.label_names
+        if args.num_pictures > 0:
+            record["predictions"] = PREDICTIONS_FOLDER
+    return record
 
 
 def _print_outcomes(
@@ -192,7 +206,7 @@ def _keep_first(
     args: ProbeCommandArguments, seed: int, head: Any,
 ) -> None:  # fmt: skip
     """Keeps of the first seed's head what it predicts for some images and, if wanted, itself with its backbone."""
-    if seed != probe.arguments.seeds[0]:
+    if seed != probe.arguments.seeds[0] or not is_main_process():
         return
     if isinstance(probe, DenseProbe) and args.num_pictures > 0:
         indices = chosen(len(probe.eval_pairs), args.num_pictures)
@@ -216,13 +230,18 @@ class _Progress:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, to_plain({k: v for k, v in settings.items() if k != "seeds"})
         found = read_json(path) if path.is_file() else {}
-        self.seeds: dict[str, dict[str, Any]] = found["seeds"] if found.get("settings") == self.settings else {}
+        same = found.get("settings") == self.settings
+        self.seeds: dict[str, dict[str, Any]] = first_value(found["seeds"] if same else {})
 
     def of(self, backbone: RaptorModel | Teacher) -> MutableMapping[int, Any]:
         """Outcomes of a backbone by seed, written to the file as they come."""
         model = backbone.model if isinstance(backbone, Teacher) else backbone
         own = self.seeds.setdefault(weights_digest(model), {})
-        return _Outcomes(own, lambda: write_json(self.path, {"settings": self.settings, "seeds": self.seeds}))
+        return _Outcomes(own, self._write)
+
+    def _write(self) -> None:
+        if is_main_process():
+            write_json(self.path, {"settings": self.settings, "seeds": self.seeds})
 
 
 class _Outcomes(UserDict):

@@ -6,7 +6,6 @@ of the max-cut beside those of random partitions.
 
 import dataclasses
 import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +29,7 @@ from ..studies import boundary_stability, distil_partitions, partition_schemes, 
 from ..study_report import PARTITIONS_HEADER, SWAPS_HEADER, partition_rows, swap_rows
 from ..teachers import Teacher, public_name
 from .backbones import load_backbone, short_names
-from .common import ImageArguments, check_finished, load_split, to_pixels
+from .common import ImageArguments, check_finished, load_split, make_way, to_pixels
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
@@ -87,13 +86,12 @@ def main(argv: list[str]) -> int:
     _check(args)
     output_dir = Path(args.output_dir)
     check_finished(output_dir, args.overwrite)
-    if args.overwrite:
-        shutil.rmtree(output_dir, ignore_errors=True)
     names = list(dict.fromkeys(args.models))
     backbones = {label: load_backbone(name) for label, name in zip(short_names(names), names, strict=True)}
     dataset = load_split(images, images.eval_split, args.seed)
     if args.head == "probe" and dataset.labels is None:
         raise UsageError(f"{dataset.name} has no labels for a probe; give --head none to do without.")
+    make_way(output_dir, args.overwrite)
     records: dict[str, Any] = {}
     header, rows = [], list[list[str]]()
     if args.study == "swaps":
