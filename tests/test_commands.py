@@ -322,6 +322,21 @@ def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_p
     assert results(tmp_path / "b")["probe"]["results"]["teacher"]["num_skipped"] == 1
 
 
+def test_damaged_pairs_are_named_or_left_out_and_counted(teacher, tmp_path, capsys):
+    data = dense_sets.make_ade(tmp_path)
+    path = data / "images" / "validation" / "ADE_val_00000001.jpg"
+    path.write_bytes(path.read_bytes()[:99])
+    argv = ["probe", "segmentation", str(teacher), "--dataset", str(data), "--num-epochs", "1", "--image-size", "28"]
+    assert main([*argv, "--output-dir", str(tmp_path / "a")]) == 2
+    assert f"{path} cannot be read" in capsys.readouterr().err
+    assert main([*argv, "--output-dir", str(tmp_path / "b"), "--on-error", "skip", "--seeds", "1"]) == 0
+    entry = results(tmp_path / "b")["probe"]["results"]["teacher"]
+    assert (entry["num_scored"], entry["num_skipped"]) == (1, 1)
+    assert "(test): 1 images, 1 damaged ones left out" in capsys.readouterr().err
+    assert main([*argv, "--on-error", "ignore"]) == 2
+    assert "--on_error ignore is unknown; use raise or skip" in capsys.readouterr().err
+
+
 def test_distill_from_shards_that_are_streamed(teacher, photos, tmp_path, capsys):
     folder = tmp_path / "shards"
     folder.mkdir()

@@ -9,7 +9,14 @@ import pytest
 from PIL import Image
 
 import dense_sets
-from raptor_hf.dense_data import IGNORE_INDEX, DenseDataset, load_depth, load_segmentation, read_depth
+from raptor_hf.dense_data import (
+    IGNORE_INDEX,
+    DenseDataset,
+    UnreadableError,
+    load_depth,
+    load_segmentation,
+    read_depth,
+)
 
 
 @pytest.fixture
@@ -299,3 +306,37 @@ def test_pairs_must_be_complete():
     with pytest.raises(ValueError, match="set: 2 images and 1 labels; every image needs one"):
         DenseDataset([1, 2], [1], read_depth, "set")
     assert IGNORE_INDEX == 255
+
+
+@pytest.mark.parametrize("part", ["images", "annotations"])
+def test_damaged_pairs_are_left_out_and_counted(part, ade, caplog):
+    path = sorted((ade / part / "training").iterdir())[1]
+    path.write_bytes(path.read_bytes()[:60])
+    pairs = load_segmentation(ade, "train")
+    with pytest.raises(UnreadableError, match=rf"{path.name} cannot be read: .*--on-error skip"):
+        pairs[1]
+    kept = pairs.without_damaged()
+    assert (len(pairs), pairs.num_skipped, len(kept), kept.num_skipped) == (4, 0, 3, 1)
+    assert path.name in caplog.text
+    for own, index in enumerate((0, 2, 3)):
+        np.testing.assert_array_equal(kept[own]["label"], pairs[index]["label"])
+    assert kept.select([0]).without_damaged().num_skipped == 1
+    with pytest.raises(ValueError, match=r"none of the 1 pairs of ADEChallengeData2016 can be read"):
+        pairs.select([1]).without_damaged()
+
+
+def test_only_damage_is_left_out(ade):
+    mask = ade / "annotations" / "training" / "ADE_train_00000001.png"
+    Image.fromarray(np.full((45, 60), 151, np.uint8)).save(mask)
+    with pytest.raises(ValueError, match="holds 151, SceneParse150 has"):
+        load_segmentation(ade, "train").without_damaged()
+
+
+def test_damaged_files_of_arrays_are_named(tmp_path):
+    root = dense_sets.make_nyu_h5(tmp_path, train=3)
+    path = sorted((root / "train").rglob("*.h5"))[0]
+    path.write_bytes(path.read_bytes()[:100])
+    pairs = load_depth(root, "train")
+    with pytest.raises(UnreadableError, match=rf"{path.name} cannot be read"):
+        pairs[0]
+    assert (len(pairs.without_damaged()), pairs.without_damaged().num_skipped) == (2, 1)

@@ -10,7 +10,7 @@ import torch
 import dense_sets
 from raptor_hf import RaptorModel
 from raptor_hf.data import dinov2_processor
-from raptor_hf.dense_data import load_depth, load_segmentation
+from raptor_hf.dense_data import DenseDataset, load_depth, load_segmentation
 from raptor_hf.dense_pixels import Frame
 from raptor_hf.dense_probes import (
     DEPTH,
@@ -161,7 +161,8 @@ def test_a_segmentation_is_learnt_and_shuffled_masks_are_not(segmentation, teach
     assert result.values == [result.details[0]["mean_iou"]]
     masks = probe.train_pairs
     turned = [np.roll(masks[index]["label"], index * 11, axis=0)[::-1].copy() for index in range(6)]
-    probe.train_pairs = [{"image": masks[i]["image"], "label": turned[i]} for i in range(6)]
+    images = [masks[index]["image"] for index in range(6)]
+    probe.train_pairs = DenseDataset(images, turned, lambda label, name: label, "turned")
     assert probe(teacher, processor).mean < 0.7 * result.mean
 
 

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import csv
 import importlib
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from PIL import ExifTags, Image
 
 from .data import IMAGE_COLUMNS, IMAGE_SUFFIXES, READ_ERRORS, UPRIGHT, decode_image
 
+logger = logging.getLogger(__name__)
 IGNORE_INDEX = 255
 ADE_CLASSES = 150
 ADE_FOLDER = "ADEChallengeData2016"
@@ -37,7 +39,12 @@ _ADE_SPLITS = {
 _NYU_SPLITS = {"train": "train", "test": "test", "validation": "test", "val": "test"}
 _MILLIMETRES = 1000
 _EIGHT_BIT_METRES = 10 / 255  # of nyu2_train's 8-bit files
+_LEAVE_OUT = "replace it, or leave damaged pairs out (--on-error skip, without_damaged())."
 _FULL_ADE = "is the full ADE20K with its 3,000 classes; the probe takes SceneParse150, the folder ADEChallengeData2016."
+
+
+class UnreadableError(ValueError):
+    """A file of a pair is damaged; the message names it."""
 
 
 class DenseDataset(torch.utils.data.Dataset):
@@ -45,6 +52,7 @@ class DenseDataset(torch.utils.data.Dataset):
 
     Where an image is stored turned (an EXIF orientation), a label of the stored size is turned with it, and one of
     another size is taken as it is. Labels have the dtype that `read_label` gives: uint8 classes, or float32 metres.
+    `num_skipped` counts damaged pairs that were left out.
 
     Args:
         images: an image a row: a path, file contents, a PIL image, or the `{"bytes", "path"}` of `datasets`.
@@ -54,8 +62,8 @@ class DenseDataset(torch.utils.data.Dataset):
         label_names: of the classes, where they are known.
 
     Raises:
-        ValueError: if the numbers differ; on access, if a file cannot be read, or an upright image and its label differ
-            in size: it names both.
+        ValueError: if the numbers differ; on access, if a file cannot be read ([`UnreadableError`]), or an upright
+            image and its label differ in size: it names both.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class DenseDataset(torch.utils.data.Dataset):
     ) -> None:  # fmt: skip
         if len(images) != len(labels):
             raise ValueError(f"{name}: {len(images)} images and {len(labels)} labels; every image needs one.")
-        self.name, self.label_names = name, label_names
+        self.name, self.label_names, self.num_skipped = name, label_names, 0
         self._images, self._labels, self._read_label = images, labels, read_label
         self._rows: Sequence[int] = range(len(images))
 
@@ -75,6 +83,25 @@ class DenseDataset(torch.utils.data.Dataset):
         """The pairs at `indices`, in that order; nothing is read."""
         subset = copy.copy(self)
         subset._rows = [self._rows[index] for index in indices]
+        return subset
+
+    def without_damaged(self) -> "DenseDataset":
+        """The pairs without those of which a file cannot be read, which are logged and counted; decodes each pair once.
+
+        Raises:
+            ValueError: if no pair can be read, or a pair breaks another rule.
+        """
+        readable = []
+        for index in range(len(self)):
+            try:
+                self[index]
+                readable.append(index)
+            except UnreadableError as damage:
+                logger.warning("Left out: %s", damage)
+        if not readable:
+            raise ValueError(f"none of the {len(self)} pairs of {self.name} can be read; the log names the causes.")
+        subset = self.select(readable)
+        subset.num_skipped = self.num_skipped + len(self) - len(readable)
         return subset
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -238,7 +265,7 @@ def _open(value: Any, what: str) -> Image.Image:
     except READ_ERRORS as error:
         if picture is not None:
             picture.close()
-        raise ValueError(f"{what} cannot be read: {error}; replace it, or take the pair out.") from error
+        raise UnreadableError(f"{what} cannot be read: {error}; {_LEAVE_OUT}") from error
     return picture
 
 
@@ -260,7 +287,10 @@ class _Lazy(Sequence):
         return len(self.items)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.make(self.items[index])
+        try:
+            return self.make(self.items[index])
+        except (OSError, KeyError) as error:
+            raise UnreadableError(f"{self.items[index]} cannot be read: {error}; {_LEAVE_OUT}") from error
 
 
 def _name_of(value: Any, otherwise: str) -> str:

@@ -228,7 +228,8 @@ class DenseProbe:
         details = [outcomes[seed] for seed in options.seeds]
         return ProbeResult(
             self.task.name, self.primary_metric, [values[self.primary_metric] for values in details],
-            len(self.eval_pairs), 0, self.get_config_dict(), head, details=details,
+            len(self.eval_pairs), self.train_pairs.num_skipped + self.eval_pairs.num_skipped, self.get_config_dict(),
+            head, details=details,
             greater_is_better=self.greater_is_better,
         )  # fmt: skip
 

@@ -177,7 +177,7 @@ def _record(
     sizes: dict[str, Any], args: ProbeCommandArguments, images: ImageArguments,
 ) -> dict[str, Any]:  # fmt: skip
     """What results.json says of the probe."""
-    record = {
+    record: dict[str, Any] = {
         "task": probe.task.name,
         "metric": probe.primary_metric,
         "dataset": public_name(images.dataset),
@@ -300,12 +300,16 @@ def _load_head(args: ProbeCommandArguments, task: str, label_names: Sequence[str
 
 def _load_pairs(task: str, images: ImageArguments, split: str) -> DenseDataset:
     """Images with a label for every pixel, announced on stderr."""
+    if images.on_error not in ("raise", "skip"):
+        raise UsageError(f"--on_error {images.on_error} is unknown; use raise or skip.")
     load = load_segmentation if task == "segmentation" else load_depth
     pairs = load(images.dataset, split, revision=images.dataset_revision)
     if images.max_images is not None and images.max_images < len(pairs):
         order = np.random.default_rng(0).permutation(len(pairs))[: images.max_images]
         pairs = pairs.select(sorted(order.tolist()))
-    note(f"{pairs.name} ({split}): {len(pairs)} images")
+    pairs = pairs.without_damaged() if images.on_error == "skip" else pairs
+    skipped = f", {pairs.num_skipped} damaged ones left out" if pairs.num_skipped else ""
+    note(f"{pairs.name} ({split}): {len(pairs)} images{skipped}")
     return pairs
 
 
