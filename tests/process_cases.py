@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import torch
 from accelerate import PartialState
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +26,7 @@ from raptor_hf.distillation import RaptorForDistillation
 from raptor_hf.probes import LinearProbe, ProbeArguments
 from raptor_hf.results import read_json
 from raptor_hf.safeguards import TrainingStopped
+from raptor_hf.streams import load_stream
 
 GLOBAL_BATCH = 8
 
@@ -205,10 +207,18 @@ def sharded(folder, processes):
     return {name: value.clone() for name, value in whole.items()}
 
 
+def list_stream(images):
+    """The images as a stream."""
+    rows = {"image": [item["image"] for item in images], "label": images.labels}
+    features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    return datasets.Dataset.from_dict(rows, features).to_iterable_dataset()
+
+
 def probes(folder, processes, count=5):
     """What each probe finds on `count` images in batches of 2 per process, and the weights of its head."""
     root = folder / os.environ.get("RANK", "0")  # processes that write the same files would meet half of one
     digits = [load_images("digits", split=split, max_images=count) for split in ("train", "test")]
+    streams = [load_stream(list_stream(images), shuffle_buffer=0) for images in digits[:1] * 2]
     masks = dense_sets.make_ade(root, train=count, validation=count)
     depths = dense_sets.make_nyu_csv(root, train=count, test=count)
     segmentation = [load_segmentation(masks, split) for split in ("train", "validation")]
@@ -218,6 +228,7 @@ def probes(folder, processes, count=5):
     made = {
         "classification": LinearProbe(*digits, ProbeArguments(**options)),
         "cached": LinearProbe(*digits, ProbeArguments(**options, augment="none")),
+        "streamed": LinearProbe(*streams, ProbeArguments(**options, augment="none")),
         "segmentation": DenseProbe(SEGMENTATION, *segmentation, scaled(SEGMENTATION_ARGUMENTS, **dense)),
         "masks_cached": DenseProbe(
             SEGMENTATION, *segmentation, scaled(SEGMENTATION_ARGUMENTS, **dense, augment="none", select="best")

@@ -322,6 +322,31 @@ def test_damaged_images_are_named_or_left_out_and_counted(teacher, photos, tmp_p
     assert results(tmp_path / "b")["probe"]["results"]["teacher"]["num_skipped"] == 1
 
 
+def test_a_probe_that_streams(teacher, photos, tmp_path, capsys):
+    argv = [
+        "probe",
+        str(teacher),
+        "--dataset",
+        str(photos),
+        "--augment",
+        "none",
+        "--num-epochs",
+        "2",
+        "--batch-size",
+        "4",
+    ]
+    assert main([*argv, "--output-dir", str(tmp_path / "a")]) == 0
+    assert main([*argv, "--output-dir", str(tmp_path / "b"), "--streaming"]) == 0
+    assert "photos (train): a stream" in capsys.readouterr().err
+    values = [results(tmp_path / run)["probe"]["results"]["teacher"] for run in "ab"]
+    assert values[0] == values[1]
+    assert values[0]["num_scored"] == 6
+    assert main([*argv[:4], "--streaming"]) == 2
+    assert "give --augment none with it" in capsys.readouterr().err
+    assert main(["probe", "depth", *argv[1:], "--streaming"]) == 2
+    assert "--streaming is an option of classification" in capsys.readouterr().err
+
+
 def test_damaged_pairs_are_named_or_left_out_and_counted(teacher, tmp_path, capsys):
     data = dense_sets.make_ade(tmp_path)
     path = data / "images" / "validation" / "ADE_val_00000001.jpg"

@@ -1,5 +1,6 @@
 """Linear probes: one loop for teacher and student, features by group, and the numbers it reports."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -8,6 +9,7 @@ from PIL import Image
 from raptor_hf import RaptorModel
 from raptor_hf.data import dinov2_processor, load_images
 from raptor_hf.probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments, ProbeResult
+from raptor_hf.streams import load_stream
 from raptor_hf.tokens import TokenLayout
 
 FAST = {"learning_rate": 1e-1, "num_epochs": 20, "batch_size": 8, "augment": "none", "seeds": (0, 1)}
@@ -128,6 +130,37 @@ def test_results_as_plain_values():
 def test_wrong_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         ProbeArguments(**options)
+
+
+def streamed(images):
+    """The images as a stream of rows without names of classes."""
+    rows = [images[index] for index in range(len(images))]
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    table = datasets.Dataset.from_dict(
+        columns, datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    )
+    return load_stream(table.to_iterable_dataset(), shuffle_buffer=0)
+
+
+def test_streams_give_what_files_give(probe, teacher, processor):
+    images = [streamed(probe.train_images), streamed(probe.eval_images)]
+    other = LinearProbe(*images, ProbeArguments(**FAST))
+    assert other.get_config_dict()["num_classes"] == 0  # not known yet
+    expected, found = probe(teacher, processor), other(teacher, processor)
+    assert found.details == expected.details
+    assert (found.num_scored, found.num_skipped) == (10, 0)
+    assert other.num_classes == 2
+    assert other.size(teacher, processor) == probe.size(teacher, processor)
+    torch.testing.assert_close(found.head.weight, expected.head.weight)
+
+
+def test_streams_that_do_not_fit_are_named(teacher, processor):
+    with pytest.raises(ValueError, match="augment='crop_flip': a stream is read once; give augment='none'"):
+        LinearProbe(streamed(coloured(4)), streamed(coloured(4)))
+    beyond = load_images([{"image": Image.new("RGB", (28, 28)), "label": 5}])
+    probe = LinearProbe(streamed(coloured(4)), streamed(beyond), ProbeArguments(**FAST))
+    with pytest.raises(ValueError, match="evaluation set has class 5, training ends at 1"):
+        probe(teacher, processor)
 
 
 def test_sets_that_do_not_fit_are_named():

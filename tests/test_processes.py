@@ -105,7 +105,7 @@ def test_sharded_blocks_train_and_the_whole_student_is_saved(in_two, in_one, fol
     assert all(torch.equal(reloaded[name], first[name]) for name in reloaded)
 
 
-PROBES = ["classification", "cached", "segmentation", "masks_cached", "depth"]
+PROBES = ["classification", "cached", "streamed", "segmentation", "masks_cached", "depth"]
 
 
 @pytest.mark.parametrize("case", ["probes", "probes_one_image"])

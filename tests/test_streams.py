@@ -182,7 +182,7 @@ def test_what_cannot_be_streamed_says_what_can(monkeypatch, tmp_path):
         raise datasets.exceptions.DatasetNotFoundError("it is\ngated")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ValueError, match=r"'someone/images' is no folder here and did not open .*\(it is gated\)"):
+    with pytest.raises(ValueError, match=r"'someone/images' is no folder here and did not load .*\(it is gated\)"):
         load_stream("someone/images")
 
 

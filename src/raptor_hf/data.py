@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image
 
+from .hub_data import load_hub_dataset
+
 logger = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = tuple(".jpg .jpeg .jfif .png .bmp .gif .tif .tiff .webp .avif .jp2 .ppm .pgm .pbm .pnm .tga".split())
@@ -91,20 +93,24 @@ class ImageDataset(torch.utils.data.Dataset):
         self.labels, self.label_names, self.name, self.num_skipped = labels, label_names, name, 0
         self._images, self._column, self._rows = images, column, np.arange(len(images))
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are images, each with a label."""
+        return len(self) > 0 and self.labels is not None
+
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row = int(self._rows[index])
-        path: Any = None
+        row, path = int(self._rows[index]), None
         try:
             value = self._images[row] if self._column is None else self._images[row][self._column]
             path = value.get("path") if isinstance(value, Mapping) else getattr(value, "filename", value)
             image = decode_image(value)
         except READ_ERRORS as error:
             where = path if isinstance(path, (str, os.PathLike)) and path else f"row {row} of the source"
-            damaged = f"image {index} of {self.name!r} ({where}) cannot be read: {error}"
-            raise ValueError(f"{damaged}; replace it, or load with on_error='skip' to leave it out.") from error
+            damaged = f"image {index} of {self.name!r} ({where}) cannot be read: {error}; replace it, or load"
+            raise ValueError(f"{damaged} with on_error='skip' to leave it out.") from error
         return {"image": image} if self.labels is None else {"image": image, "label": self.labels[index]}
 
     def select(self, indices: Iterable[int]) -> "ImageDataset":
@@ -187,13 +193,7 @@ def _from_name(source: Any, split: str | None, columns: tuple[Any, Any], revisio
         raise ValueError(f"{source} is a file; pass the folder that holds the images (unpack an archive first).")
     if not isinstance(source, str) or source.startswith((".", "/", "~")) or len(folder.parts) > 2:
         raise ValueError(f"folder {source} does not exist; check the path, or pass 'digits' or a Hub dataset id.")
-    import datasets
-
-    try:
-        loaded = datasets.load_dataset(source, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why = f"is no folder here and did not load from the Hub ({' '.join(str(error).split())[:300]})"
-        raise ValueError(f"{source!r} {why}; check id, split and login, or pass a folder of images.") from error
+    loaded = load_hub_dataset(source, split=split, revision=revision)
     return _from_object(loaded, None, columns, source)
 
 

@@ -21,6 +21,7 @@ import torch
 from PIL import ExifTags, Image
 
 from .data import IMAGE_COLUMNS, IMAGE_SUFFIXES, READ_ERRORS, UPRIGHT, decode_image
+from .hub_data import load_hub_dataset
 
 logger = logging.getLogger(__name__)
 IGNORE_INDEX = 255
@@ -317,11 +318,7 @@ def _rows(source: Any, split: str, revision: str | None) -> tuple[Any, str]:
     if not isinstance(source, (str, Path)):
         name = str(getattr(source, "builder_name", None) or type(source).__name__)
         return (source[split] if isinstance(source, datasets.DatasetDict) else source), name
-    try:
-        return datasets.load_dataset(str(source), split=split, revision=revision), str(source)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why = f"is no folder here and did not load from the Hub ({' '.join(str(error).split())[:300]})"
-        raise ValueError(f"{str(source)!r} {why}; check id, split and login, or pass a folder.") from error
+    return load_hub_dataset(str(source), split=split, revision=revision), str(source)
 
 
 def _columns(rows: Any, label_names: Sequence[str], name: str) -> tuple[Sequence[Any], Sequence[Any]]:

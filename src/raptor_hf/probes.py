@@ -6,7 +6,7 @@ both are measured by the same code. Backbone, embeddings and final norm stay as 
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,10 +15,12 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
-from .data import ImageDataset, PixelDataset, collate_pixels
+from .data import ImageDataset, PixelDataset
 from .frozen import FrozenBackbone
 from .modeling_raptor import RaptorModel
-from .processes import joined, load_first, shared_loader, shuffled_batches, without_bar
+from .probe_features import FeatureExtractor, to_pixels
+from .processes import load_first, shuffled_batches, without_bar
+from .streams import ImageStream
 from .teachers import Teacher
 from .tokens import TokenLayout
 
@@ -169,7 +171,8 @@ class LinearProbe:
     """Trains and scores a head on a frozen backbone: `probe(backbone, processor) -> ProbeResult`.
 
     Args:
-        train_images, eval_images: labelled [`ImageDataset`]s of the same classes.
+        train_images, eval_images: labelled [`ImageDataset`]s of the same classes; or [`ImageStream`]s, read once for
+            every backbone, which need `augment="none"`. Their labels are counted where they have no names.
         arguments: how the head is trained.
         task: what is probed.
         image_size: pixels of a side, in place of the processor's.
@@ -178,15 +181,16 @@ class LinearProbe:
             stays unchanged.
 
     Raises:
-        ValueError: if a set is empty or unlabelled, or the evaluation set has a class that training does not know.
+        ValueError: if a set is empty or unlabelled, the evaluation set has a class that training does not know, or a
+            stream is to be augmented.
     """
 
     greater_is_better = True
 
     def __init__(
         self,
-        train_images: ImageDataset,
-        eval_images: ImageDataset,
+        train_images: ImageDataset | ImageStream,
+        eval_images: ImageDataset | ImageStream,
         arguments: ProbeArguments | None = None,
         *,
         task: ProbeTask = IMAGE_CLASSIFICATION,
@@ -198,6 +202,8 @@ class LinearProbe:
         self.train_images, self.eval_images, self.task = train_images, eval_images, task
         self.arguments = arguments or ProbeArguments()
         self.image_size, self.num_workers = image_size, num_workers
+        if isinstance(train_images, ImageStream) and self.arguments.augment != "none":
+            raise ValueError(f"augment={self.arguments.augment!r}: a stream is read once; give augment='none'.")
         self.num_classes = _num_classes(train_images, eval_images)
 
     @property
@@ -211,8 +217,8 @@ class LinearProbe:
 
     def size(self, backbone: RaptorModel | Teacher, processor: Any) -> dict[str, Any]:
         """[`FrozenBackbone.size`] of the backbone at the size of the images that it is probed with."""
-        pixels = PixelDataset(self.eval_images, processor, image_size=self.image_size)[0]["pixel_values"]
-        return FrozenBackbone(backbone).size(*pixels.shape[-2:])
+        first = next(iter(to_pixels(self.eval_images, processor, self.image_size)))
+        return FrozenBackbone(backbone).size(*first["pixel_values"].shape[-2:])
 
     def __call__(
         self,
@@ -236,11 +242,10 @@ class LinearProbe:
         missing, head = [seed for seed in self.arguments.seeds if seed not in outcomes], None
         if missing:
             head = self._train_seeds(missing, backbone, processor, description, outcomes, keep)
+        details = [outcomes[seed] for seed in self.arguments.seeds]
         return ProbeResult(
-            self.task.name, self.primary_metric,
-            [outcomes[seed][self.primary_metric] for seed in self.arguments.seeds], len(self.eval_images),
-            self.train_images.num_skipped + self.eval_images.num_skipped, self.get_config_dict(), head,
-            details=[outcomes[seed] for seed in self.arguments.seeds],
+            self.task.name, self.primary_metric, [values[self.primary_metric] for values in details],
+            details[0]["num_images"], details[0]["num_skipped"], self.get_config_dict(), head, details=details,
         )  # fmt: skip
 
     def _train_seeds(
@@ -253,45 +258,38 @@ class LinearProbe:
         keep: Callable[[int, nn.Module], None] | None,
     ) -> nn.Module | None:
         """Trains a head for each of the seeds; returns the last one."""
-        extract = _FeatureExtractor(backbone, self.task)
-        pixels = {
-            "train": PixelDataset(
-                self.train_images, processor, image_size=self.image_size, augment=self.arguments.augment
-            ),
-            "eval": PixelDataset(self.eval_images, processor, image_size=self.image_size),
-        }
-        eval_features = self._all(extract, pixels["eval"], f"{description}: evaluation features")
+        options = self.arguments
+        extract = FeatureExtractor(backbone, self.task.features, options.batch_size, self.num_workers)
+        evaluation = to_pixels(self.eval_images, processor, self.image_size)
+        training = to_pixels(self.train_images, processor, self.image_size, options.augment)
+        eval_features = extract.all(evaluation, f"{description}: evaluation features")
         train_features = None
-        if self.arguments.augment == "none" and self.arguments.num_epochs > 0:
-            train_features = self._all(extract, pixels["train"], f"{description}: training features")
-        head = None
+        if options.augment == "none" and options.num_epochs > 0:
+            train_features = extract.all(training, f"{description}: training features")
+        self._count_classes(eval_features[1], train_features)
+        skipped = self.train_images.num_skipped + self.eval_images.num_skipped
+        counts, head = {"num_images": len(eval_features[0]), "num_skipped": skipped}, None
         for seed in seeds:
-            batches = self._batches(seed, extract, pixels["train"], train_features)
-            head, score = self._train(seed, batches, eval_features, f"{description}: seed {seed}")
+            batches = self._batches(seed, extract, training, train_features)
+            count = len(training if train_features is None else train_features[0])
+            head, score = self._train(seed, batches, count, eval_features, f"{description}: seed {seed}")
             if keep is not None:
                 keep(seed, head)
-            outcomes[seed] = score
+            outcomes[seed] = {**score, **counts}
         return head
 
-    def _features(
-        self, extract: "_FeatureExtractor", pixels: PixelDataset, batches: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Features and labels of every batch, which the processes share."""
-        loader = shared_loader(pixels, batches, self.num_workers, collate_pixels)
-        for batch, part in zip(batches, loader, strict=True):
-            features, labels = extract(part)
-            yield joined(features, len(batch)), joined(labels, len(batch))
-
-    def _all(self, extract: "_FeatureExtractor", pixels: PixelDataset, description: str) -> tuple[torch.Tensor, ...]:
-        batches = torch.arange(len(pixels)).split(self.arguments.batch_size)
-        found = self._features(extract, pixels, [batch.tolist() for batch in batches])
-        features, labels = zip(*tqdm(found, description, len(batches), leave=False, disable=without_bar()), strict=True)
-        return torch.cat(features), torch.cat(labels)
+    def _count_classes(self, wanted: torch.Tensor, train_features: tuple[torch.Tensor, ...] | None) -> None:
+        """What a stream did not tell before it was read."""
+        if self.num_classes == 0:
+            known = wanted if train_features is None else train_features[1]
+            self.num_classes = int(known.max()) + 1 if self.start is None else len(next(self.start.parameters()))
+        if int(wanted.max()) >= self.num_classes:
+            raise ValueError(_unknown_class(int(wanted.max()), self.num_classes - 1))
 
     def _batches(
         self,
         seed: int,
-        extract: "_FeatureExtractor",
+        extract: FeatureExtractor,
         pixels: PixelDataset,
         features: tuple[torch.Tensor, ...] | None,
     ) -> Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
@@ -299,12 +297,13 @@ class LinearProbe:
 
         def epoch_batches(epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             """Batches of one epoch: features computed anew, or those that were kept."""
-            batches = shuffled_batches(len(pixels), self.arguments.batch_size, seed, epoch)
+            count = len(pixels if features is None else features[0])
+            batches = shuffled_batches(count, self.arguments.batch_size, seed, epoch)
             if features is not None:
                 yield from ((features[0][chosen], features[1][chosen]) for chosen in batches)
                 return
             pixels.set_epoch(epoch)
-            yield from self._features(extract, pixels, batches)
+            yield from extract.batches(pixels, batches)
 
         return epoch_batches
 
@@ -312,12 +311,13 @@ class LinearProbe:
         self,
         seed: int,
         batches: Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        num_images: int,
         evaluation: tuple[torch.Tensor, ...],
         description: str,
     ) -> tuple[nn.Module, dict[str, float]]:
         head = self._new_head(seed, evaluation[0])
         score = train_head(
-            head, batches, self.arguments, len(self.train_images), loss=self.task.loss,
+            head, batches, self.arguments, num_images, loss=self.task.loss,
             score=lambda head: self._score(head, *evaluation), description=description,
             worth=lambda values: values[self.primary_metric],
         )  # fmt: skip
@@ -343,18 +343,6 @@ class LinearProbe:
         if self.num_classes > TOP:
             values[f"top_{TOP}_accuracy"] = torch.cat(hits).double().mean().item()
         return values
-
-
-class _FeatureExtractor:
-    """A batch of pixels and labels to float32 features and labels on the backbone's device, without gradients."""
-
-    def __init__(self, backbone: RaptorModel | Teacher, task: ProbeTask) -> None:
-        self.frozen, self.task = FrozenBackbone(backbone), task
-
-    @torch.no_grad()
-    def __call__(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_states = self.frozen(batch["pixel_values"])
-        return self.task.features(hidden_states, self.frozen.layout), batch["labels"].to(self.frozen.device)
 
 
 def train_head(
@@ -429,19 +417,28 @@ def _scheduler(optimizer: torch.optim.Optimizer, options: ProbeArguments, steps:
     )  # fmt: skip
 
 
-def _num_classes(train_images: ImageDataset, eval_images: ImageDataset) -> int:
+def _num_classes(train_images: ImageDataset | ImageStream, eval_images: ImageDataset | ImageStream) -> int:
+    """How many classes there are, 0 if a stream must be read to know it."""
     for name, images in (("training", train_images), ("evaluation", eval_images)):
-        if len(images) == 0 or images.labels is None:
+        if not images.has_labels:
             raise ValueError(f"the {name} set of a probe needs labelled images; {images.name!r} has none.")
     if train_images.label_names != eval_images.label_names:
         raise ValueError(
             f"training and evaluation set have different classes ({_short(train_images.label_names)} and "
             f"{_short(eval_images.label_names)}); use two splits of one dataset."
         )
-    known, wanted = max(train_images.labels or [0]), max(eval_images.labels or [0])
-    if wanted > known and train_images.label_names is None:
-        raise ValueError(f"the evaluation set has class {wanted}, training ends at {known}; use two splits of one set.")
-    return max(known, wanted) + 1 if train_images.label_names is None else len(train_images.label_names)
+    if train_images.label_names is not None:
+        return len(train_images.label_names)
+    if isinstance(train_images, ImageStream) or isinstance(eval_images, ImageStream):
+        return 0
+    known, wanted = (max(images.labels or [0]) for images in (train_images, eval_images))
+    if wanted > known:
+        raise ValueError(_unknown_class(wanted, known))
+    return known + 1
+
+
+def _unknown_class(wanted: int, known: int) -> str:
+    return f"the evaluation set has class {wanted}, training ends at {known}; use two splits of one set."
 
 
 def _short(names: Sequence[str] | None) -> str:

@@ -37,6 +37,7 @@ from .data import (
     decode_image,
     load_images,
 )
+from .hub_data import load_hub_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,11 @@ class ImageStream(IterableDataset):
         self.label_names = label_column and getattr((dataset.features or {}).get(label_column), "names", None)
         self._dataset, self._image, self._label = dataset, image_column, label_column
         self._skipped = torch.zeros(_MAX_WORKERS, dtype=torch.int64).share_memory_()
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its items have a `"label"`."""
+        return self._label is not None
 
     @property
     def num_skipped(self) -> int:
@@ -174,6 +180,7 @@ def _fetch(value: Any) -> Any:
 def load_stream(
     source: Any, *, split: str = "train", image_column: str | None = None, label_column: str | None = None,
     shuffle_buffer: int = 1000, seed: int = 0, on_error: str = "raise", revision: str | None = None,
+    max_images: int | None = None,
 ) -> ImageStream:  # fmt: skip
     """Images, and class labels if there are any, from one of four kinds of source, none of which is copied to the disk.
 
@@ -190,19 +197,22 @@ def load_stream(
             cannot number names. A column found by its name that holds others is not used.
         shuffle_buffer, seed, on_error: as [`ImageStream`].
         revision (`str`, *optional*): commit, tag or branch of a Hub dataset.
+        max_images (`int`, *optional*): rows that are read, the first ones.
 
     Raises:
         ValueError: if the source, split or column does not exist, holds no image, or an option is out of range.
     """
+    if max_images is not None and max_images < 1:
+        raise ValueError(f"max_images={max_images} must be at least 1; leave it out to take all images.")
     if isinstance(source, (str, os.PathLike)):
         dataset, name = _open_named(source, split, revision)
     else:
         dataset, name = _open_object(source, split)
     image, label = _stream_columns(dataset, (image_column, label_column), name)
-    return ImageStream(
-        _undecoded(dataset, image, label), image, label, shuffle_buffer=shuffle_buffer, seed=seed, on_error=on_error,
-        name=name,
-    )  # fmt: skip
+    rows = _undecoded(dataset, image, label)
+    if max_images is not None:
+        rows = rows.take(max_images)
+    return ImageStream(rows, image, label, shuffle_buffer=shuffle_buffer, seed=seed, on_error=on_error, name=name)
 
 
 def _open_named(source: Any, split: str, revision: str | None) -> tuple[Any, str]:
@@ -215,13 +225,7 @@ def _open_named(source: Any, split: str, revision: str | None) -> tuple[Any, str
     if folder.exists() or source == "digits" or not is_id:
         rule = "a stream is a folder of .tar shards or of images, a Hub dataset id, or a datasets.IterableDataset"
         raise ValueError(f"{source} cannot be streamed: {rule}; check the path, or use load_images.")
-    import datasets
-
-    try:
-        return datasets.load_dataset(source, split=split, streaming=True, revision=revision), source
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        why = f"is no folder here and did not open on the Hub ({' '.join(str(error).split())[:300]})"
-        raise ValueError(f"{source!r} {why}; check id, split and login, or pass a folder.") from error
+    return load_hub_dataset(source, split=split, streaming=True, revision=revision), source
 
 
 def _open_shards(folder: Path, shards: list[Path], split: str) -> Any:

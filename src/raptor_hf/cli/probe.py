@@ -32,6 +32,7 @@ from .backbones import load_backbone, short_names, to_accelerator
 from .common import ImageArguments, check_finished, load_split, make_way, print_probe_table
 from .console import is_main_process, note, status, table
 from .parsing import parse, require_world_size
+from .training_data import open_stream
 from .values import UsageError
 
 PROGRESS_FILE = "progress.json"
@@ -106,6 +107,10 @@ class ProbeCommandArguments:
     table: bool = field(
         default=False, metadata={"help": "Print the paper's Table 1, and write table.md, .csv, .json and .tex."}
     )
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Classification, --augment none: read images once, as they come (Hub id, .tar shards)."},
+    )
     num_workers: int = field(default=0, metadata={"help": "Processes that read images."})
     output_dir: str = field(default="runs/probe", metadata={"help": "Folder of the results."})
     overwrite: bool = field(default=False, metadata={"help": "Whether to replace a finished run."})
@@ -140,10 +145,11 @@ def main(argv: list[str]) -> int:
         backbones["random"] = _random(backbones[reference])
     make_way(output_dir, args.overwrite)
     settings = {
-        "format": 2,
+        "format": 3,
         "task": args.task,
         "head": args.head,
         "save_heads": args.save_heads,
+        "streaming": args.streaming,
         "num_pictures": args.num_pictures,
         **dataclasses.asdict(images),
     }
@@ -274,10 +280,15 @@ def _make_probe(args: ProbeCommandArguments, images: ImageArguments) -> LinearPr
         if given := [name for name, value in own.items() if value is not None]:
             raise UsageError(f"--{given[0]} is an option of dense probes; leave it out of a classification.")
         arguments = dataclasses.replace(ProbeArguments(), **{k: v for k, v in changes.items() if v is not None})
-        splits = (load_split(images, images.train_split), load_split(images, images.eval_split))
+        if args.streaming and arguments.augment != "none":
+            raise UsageError("--streaming reads every image once, without augmentation; give --augment none with it.")
+        load = partial(open_stream, shuffle_buffer=0) if args.streaming else load_split
+        splits = (load(images, images.train_split), load(images, images.eval_split))
         start = _load_head(args, IMAGE_CLASSIFICATION.name, splits[0].label_names)
         size, workers = images.image_size, args.num_workers
         return LinearProbe(*splits, arguments, image_size=size, num_workers=workers, start=start)
+    if args.streaming:
+        raise UsageError(f"--streaming is an option of classification; {args.task} reads its pairs as they are needed.")
     task, defaults = DENSE_TASKS[args.task]
     if images.image_size is not None:  # the longer side follows in the ratio of the task's own size
         height, width = defaults.image_size

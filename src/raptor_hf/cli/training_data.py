@@ -54,7 +54,7 @@ def training_images(
     if not stream.streaming:
         loaded = load_split(images, images.train_split, seed)
         return loaded, to_pixels(loaded, processor, images.image_size)
-    opened = _open(images, images.train_split, stream.shuffle_buffer, seed)
+    opened = open_stream(images, images.train_split, stream.shuffle_buffer, seed)
     if processor is None:
         raise UsageError("this teacher has no image processor; add a preprocessor_config.json to its folder.")
     return opened, PixelStream(opened, processor, image_size=images.image_size, seed=seed)
@@ -68,7 +68,7 @@ def evaluation_images(images: ImageArguments, stream: StreamArguments, processor
     """
     if not stream.streaming:
         return to_pixels(load_split(images, images.eval_split, seed), processor, images.image_size)
-    opened = _open(images, str(images.eval_split), 0, seed)
+    opened = open_stream(images, str(images.eval_split), 0, seed)
     if images.max_images is None:
         return PixelStream(opened, processor, image_size=images.image_size, seed=seed, repeat=False)
     return to_pixels(first_images(opened, images.max_images), processor, images.image_size)
@@ -114,10 +114,16 @@ def phase_pixels(images: ImageDataset | ImageStream, processor: Any, count: int)
     return PixelDataset(images.select(range(0, len(images), max(1, len(images) // count))), processor)
 
 
-def _open(images: ImageArguments, split: str, shuffle_buffer: int, seed: int) -> ImageStream:
+def open_stream(images: ImageArguments, split: str | None, shuffle_buffer: int, seed: int = 0) -> ImageStream:
+    """A stream of one split, announced on stderr.
+
+    Raises:
+        ValueError: as [`~raptor_hf.streams.load_stream`].
+    """
     opened = load_stream(
-        images.dataset, split=split, image_column=images.image_column, label_column=images.label_column,
+        images.dataset, split=split or "train", image_column=images.image_column, label_column=images.label_column,
         shuffle_buffer=shuffle_buffer, seed=seed, on_error=images.on_error, revision=images.dataset_revision,
+        max_images=images.max_images,
     )  # fmt: skip
     note(f"{opened.name} ({split}): a stream")
     return opened
