@@ -10,10 +10,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BitImageProcessorPil
+from transformers import BitImageProcessorPil, DPTImageProcessorPil
 
 from hub_server import Hub
-from raptor_hf import RaptorForImageClassification, RaptorModel
+from raptor_hf import (
+    RaptorForDepthEstimation,
+    RaptorForImageClassification,
+    RaptorForSemanticSegmentation,
+    RaptorModel,
+)
 from raptor_hf.hub import CODE_FILES
 from raptor_hf.modeling_raptor import AUTO_MAP
 
@@ -222,6 +227,43 @@ for token, status in ((False, 401), ("hf_bob", 404), ("hf_mallory", 401)):
         raise SystemExit("a private repository was read")
 """
     run_client(code, environment=hub.environment(tmp_path / "others", token=None))
+
+
+@pytest.mark.parametrize(
+    ("head", "auto", "task"),
+    [
+        (RaptorForSemanticSegmentation, "AutoModelForSemanticSegmentation", "image-segmentation"),
+        (RaptorForDepthEstimation, "AutoModelForDepthEstimation", "depth-estimation"),
+    ],
+)
+def test_dense_heads_by_name(head, auto, task, make_model, hub, scratch, tmp_path):
+    """Pushed like any model; a stranger has its outputs and its pipeline, for pictures of any size."""
+    options = {"num_labels": 5} if task == "image-segmentation" else {"num_depth_bins": 16}
+    model = make_model(head, **options)
+    model.save_pretrained(tmp_path / "model")
+    DPTImageProcessorPil(size=SIDE).save_pretrained(tmp_path / "model")
+    environment = hub.environment(tmp_path / "alice")
+    codes, error = run_client(
+        'raptor_hf("push", sys.argv[1], "alice/head")', tmp_path / "model", environment=environment
+    )
+    assert codes == [0], error
+    repo = hub.repos["alice/head"]
+    card = hub.blobs[repo.trees[repo.refs["main"]]["README.md"]].decode()
+    assert f"pipeline_tag: {task}" in card
+    run_stranger(
+        f"""
+from transformers import {auto}
+model = {auto}.from_pretrained("alice/head", trust_remote_code=True)
+with torch.no_grad():
+    save_file({{"found": model(PIXELS)[0].contiguous()}}, SCRATCH + "/found.safetensors")
+from PIL import Image
+result = pipeline("{task}", "alice/head", trust_remote_code=True)(Image.new("RGB", (41, 60), (200, 30, 90)))
+size = result["depth"].size if "{task}" == "depth-estimation" else result[0]["mask"].size
+assert size == (41, 60), size
+""",
+        "-", "-", scratch, environment | {"HF_HOME": str(tmp_path / "stranger")},
+    )  # fmt: skip
+    assert torch.equal(load_file(scratch / "found.safetensors")["found"], expected(model, scratch)[0])
 
 
 def test_nothing_is_sent_before_all_is_checked(hub, saved, tmp_path):
