@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from raptor_hf.phases import find_phases, layer_similarity
+from raptor_hf.phases import find_phases
+from raptor_hf.similarity import layer_similarity
 
 
 def loop_search(similarity: np.ndarray, num_blocks: int, min_length: int = 2) -> float:

@@ -33,8 +33,9 @@ from raptor_hf import DistillationArguments, RaptorDistillationTrainer, RaptorMo
 from raptor_hf.arguments import MODEL_PRESETS
 from raptor_hf.data import PixelDataset, load_images
 from raptor_hf.distillation import RaptorForDistillation
-from raptor_hf.phases import find_phases, layer_similarity
+from raptor_hf.phases import find_phases
 from raptor_hf.probes import LinearProbe, ProbeArguments
+from raptor_hf.similarity import layer_similarity
 
 COLOURS = {"recommended": "#0072b2", "research": "#d55e00", "paper": "#009e73"}
 FIELDS = ("preset", "training", "student", "phases", "num_blocks", "ema", "augment", "growing_horizon")

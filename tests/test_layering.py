@@ -40,6 +40,7 @@ RANKS = (
     "streams",
     "teachers",
     "activations",
+    "similarity",
     "phases",
     "metrics",
     "drawing",
@@ -84,7 +85,7 @@ RANKS = (
     "__main__",
 )
 # These take tensors or arrays, and are of use without the models and without training.
-MODEL_FREE = ("phases", "dynamics", "losses", "fidelity", "dense_metrics", "metrics")
+MODEL_FREE = ("similarity", "phases", "dynamics", "losses", "fidelity", "dense_metrics", "metrics")
 MODEL_OR_TRAINER = {
     "modeling_raptor_layers",
     "modeling_raptor_init",

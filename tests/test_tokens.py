@@ -43,6 +43,17 @@ def test_pool_is_cls_and_mean_patch_without_registers(num_registers):
     torch.testing.assert_close(TokenLayout(num_registers).pool(states[0]), expected[0])  # no batch dimension
 
 
+@pytest.mark.parametrize("num_registers", [0, 1, 2])
+def test_layout_without_cls(num_registers):
+    layout = TokenLayout(num_registers, has_cls_token=False)
+    tokens = torch.arange(num_registers + 6, dtype=torch.float32).view(1, -1, 1)
+    assert layout.groups == (("registers", "patch") if num_registers else ("patch",))
+    assert torch.equal(torch.cat([layout.select(tokens, group) for group in layout.groups], dim=1), tokens)
+    assert torch.equal(layout.pool(tokens), tokens[:, num_registers:].mean(1))  # mean patch alone
+    with pytest.raises(ValueError, match=r"tokens='cls' asked of a model without a cls token; use .*'patch' or 'all'"):
+        layout.select(tokens, "cls")
+
+
 def test_layout_errors():
     with pytest.raises(ValueError, match=r"num_register_tokens=-1 is negative; use 0"):
         TokenLayout(-1)

@@ -25,7 +25,7 @@ from .modeling_raptor import (
 )
 
 if TYPE_CHECKING:
-    from .phases import Phases, find_phases, layer_similarity
+    from .phases import Phases, find_phases
     from .teachers import Teacher
     from .trainer import DistillationArguments, RaptorDistillationTrainer
 
@@ -50,7 +50,7 @@ _LAZY = {
     "RaptorDistillationTrainer": "trainer",
     "Teacher": "teachers",
     "find_phases": "phases",
-    "layer_similarity": "phases",
+    "layer_similarity": "similarity",
 }
 
 AutoConfig.register("raptor", RaptorConfig, exist_ok=True)

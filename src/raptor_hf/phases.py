@@ -1,14 +1,14 @@
-"""Hidden states in, schedule out: which layers of a trained ViT belong to one recurrent block.
+"""Similarity of layers in, schedule out: which layers of a trained ViT belong to one recurrent block.
 
 Layers of a trained ViT fall into contiguous phases within which the states hardly turn (arXiv 2512.19941, Sec. 2).
-Here the similarity of layers is measured, cut into phases (the paper's dynamic programme, or the bisection of the
-authors' notebook) and compared with random partitions. No model, no trainer: tensors and matrices in, [`Phases`] out.
-Layers, states and blocks are counted as [`raptor_hf.tokens`] says.
+Here the similarity of layers ([`raptor_hf.similarity`]) is cut into phases (the paper's dynamic programme, or the
+bisection of the authors' notebook) and compared with random partitions. No model, no trainer: matrices in, [`Phases`]
+out. Layers, states and blocks are counted as [`raptor_hf.tokens`] says.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .tokens import TokenLayout, schedule_segments
+from .tokens import schedule_segments
 
-TOKENS = ("all", "cls", "patch", "registers", "cls+mean_patch")
 TIE_TOLERANCE = 1e-9  # relative; scores closer than this are tied
 
 # Score of a block of `n` layers, from the sum of its n x n similarities and of their diagonal (float64 arrays).
@@ -112,46 +111,6 @@ class Phases:
             "score": self.score if self.score is not None and math.isfinite(self.score) else None,
             **{name: getattr(self, name) for name in names},
         }
-
-
-def layer_similarity(
-    hidden_states: Iterable[Sequence[torch.Tensor]], tokens: str = "all", layout: TokenLayout | None = None
-) -> np.ndarray:
-    """Mean cosine between the states of every two layers (arXiv 2512.19941, Sec. 2, Fig. 1).
-
-    `S[l-1, m-1] = mean over images and tokens of <a_l, a_m> / (|a_l| |a_m|)`, the same token at both layers. 16-bit
-    states are upcast to float32 and cosines summed in float64 (error about 1e-8); memory does not grow with the number
-    of images. All tokens count alike, also when batches differ in size or resolution. The cosine with a zero vector is
-    0; the diagonal is 1 by definition.
-
-    Args:
-        hidden_states: one item per batch, a sequence of the `L + 1` states `a_0..a_L`, each of shape
-            `(batch_size, seq_length, hidden_size)`; state 0, the embedding output, is left out of the matrix.
-        tokens: `"all"`, `"cls"`, `"patch"`, `"registers"`, or `"cls+mean_patch"` (the authors' notebook: two vectors
-            per image, the cls token and the mean patch, whose two cosines are averaged).
-        layout: where the tokens sit; needed unless `tokens` is `"all"` or `"cls"`, or `hidden_states.layout` says it.
-
-    Returns:
-        `(L, L)` float64 array, exactly symmetric, values in -1..1.
-
-    Raises:
-        ValueError: if `tokens` is unknown or needs a layout that is missing or does not fit; if there is no image; if
-            a batch's states differ in shape or number; if a state of layers `1..L` is not finite.
-    """
-    _check_option("tokens", tokens, TOKENS)
-    layout = getattr(hidden_states, "layout", None) if layout is None else layout
-    if tokens not in ("all", "cls") and layout is None:
-        raise ValueError(f"tokens={tokens!r} needs the number of registers; pass layout=TokenLayout(num_registers).")
-    layers: list[torch.Tensor] = []
-    total, num_vectors = torch.zeros((), dtype=torch.float64), 0
-    for states in hidden_states:
-        layers = _checked_layers(states, len(layers), None if tokens in ("all", "cls") else layout)
-        sums, count = _cosine_sums(layers, tokens, layout or TokenLayout())
-        total, num_vectors = total + sums, num_vectors + count
-    if num_vectors == 0:
-        raise ValueError("hidden_states holds no image; pass at least one batch (a used-up iterator is empty).")
-    similarity = (total + total.T) / (2 * num_vectors)
-    return similarity.clamp(-1.0, 1.0).fill_diagonal_(1.0).numpy()
 
 
 def find_phases(
@@ -376,51 +335,6 @@ def _bisection(matrix: np.ndarray, num_blocks: int | None, threshold: float | No
     if num_blocks is not None and len(edges) <= num_blocks:
         raise ValueError(f"bisection stops at {len(edges) - 1} segments, short of {num_blocks}; use method='dp'.")
     return tuple(np.diff(edges).tolist())
-
-
-def _checked_layers(states: Sequence[torch.Tensor], num_layers: int, layout: TokenLayout | None) -> list[torch.Tensor]:
-    """States `1..L` of a batch; `num_layers` is 0 for the first batch, `layout` is given where it matters."""
-    layers = list(states)
-    shapes = sorted({tuple(getattr(state, "shape", ())) for state in layers})
-    if len(layers) < 2 or len(shapes) > 1 or len(shapes[0]) != 3:
-        rule = "L + 1 tensors of one shape (batch_size, seq_length, hidden_size)"
-        raise ValueError(f"{len(layers)} states of shapes {shapes} are no batch of {rule}; pass a list of batches.")
-    if num_layers not in (0, len(layers) - 1):
-        raise ValueError(f"hidden_states holds batches of {num_layers + 1} and {len(layers)} states; use one model.")
-    if layout is not None and shapes[0][1] <= layout.num_prefix_tokens:
-        raise ValueError(f"states of {shapes[0][1]} tokens hold no patch under {layout}; pass the model's own layout.")
-    return layers[1:]
-
-
-@torch.no_grad()
-def _cosine_sums(layers: list[torch.Tensor], tokens: str, layout: TokenLayout) -> tuple[torch.Tensor, int]:
-    """Sum over the batch's tokens of the cosines between layers, `(L, L)` float64 on the CPU, and how many tokens."""
-    device, (batch_size, seq_length, hidden_size) = layers[0].device, layers[0].shape
-    dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    budget = 2**22 if device.type == "cpu" else 2**26  # elements at a time: fits a cache, fills an accelerator
-    step = max(1, budget // max(1, len(layers) * seq_length * hidden_size))
-    pooled, total, count = tokens == "cls+mean_patch", torch.zeros((), dtype=torch.float64), 0
-    for start in range(0, batch_size, step):
-        parts = [layout.select(state[start : start + step], "all" if pooled else tokens) for state in layers]
-        parts = [part.to(device, dtype) for part in parts]
-        parts = [layout.pool(part).unflatten(-1, (2, hidden_size)) for part in parts] if pooled else parts
-        cosines = _cosines(torch.stack(parts, dim=2).flatten(0, 1))
-        total, count = total + cosines.cpu().sum(dim=0, dtype=torch.float64), count + len(cosines)
-    return total, count
-
-
-def _cosines(vectors: torch.Tensor) -> torch.Tensor:
-    """Cosines between each token's layers, `(tokens, L, hidden_size)` to `(tokens, L, L)`, one product per token."""
-    with torch.autocast(vectors.device.type, enabled=False):  # a caller's autocast would round to bfloat16
-        products = vectors @ vectors.mT
-    squares = products.diagonal(dim1=-2, dim2=-1)
-    if vectors.dtype != torch.float64 and not bool(((squares > 1e-25) & (squares < 1e35)).all()):  # float32's limits
-        return _cosines(vectors.cpu().double())
-    bad = torch.nonzero(~torch.isfinite(squares).all(dim=0)).flatten() + 1
-    if len(bad):
-        raise ValueError(f"states of layers {bad.tolist()} hold NaN or inf; check the images and the precision.")
-    scale = torch.where(squares > 0, squares.rsqrt(), 0.0)
-    return products * scale[..., :, None] * scale[..., None, :]
 
 
 def _first_use(schedule: Sequence[int]) -> tuple[int, ...]:

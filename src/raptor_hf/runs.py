@@ -14,8 +14,9 @@ from .activations import ActivationCache
 from .arguments import MODEL_PRESETS, DistillationArguments
 from .data import PixelDataset
 from .modeling_raptor import RaptorModel
-from .phases import Phases, find_phases, layer_similarity
+from .phases import Phases, find_phases
 from .results import model_record, read_json, write_json
+from .similarity import layer_similarity
 from .teachers import Teacher
 from .trainer import RaptorDistillationTrainer
 

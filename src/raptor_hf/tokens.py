@@ -6,6 +6,7 @@ by number. It is copied to the Hub with the model, so it imports nothing but tor
 Vocabulary, used everywhere in the package
     batch_size      images in a batch
     seq_length      ``1 + num_register_tokens + num_patches`` tokens of an image, in the order cls, registers, patches
+                    (without the 1 in a ViT that has no cls token, such as SigLIP or I-JEPA)
     hidden_size     features of a token
     num_layers      ``L``, the number of layers; layers are counted ``1..L``
     state ``l``     output of layer ``l`` **before** the final LayerNorm; state 0 is the embedding output, so a
@@ -55,12 +56,14 @@ class TokenLayout:
 
     Attributes:
         num_register_tokens (`int`): registers between the cls token and the patches, 0 or more.
+        has_cls_token (`bool`): whether the sequence begins with a cls token.
 
     Raises:
         ValueError: if `num_register_tokens` is negative.
     """
 
     num_register_tokens: int = 0
+    has_cls_token: bool = True
 
     def __post_init__(self) -> None:
         if self.num_register_tokens < 0:
@@ -70,32 +73,33 @@ class TokenLayout:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the token groups that exist: `"registers"` is absent when there are none."""
-        return tuple(name for name in TOKEN_GROUPS if name != "registers" or self.num_register_tokens > 0)
+        """Names of the token groups that exist, in their order: what a model lacks is absent."""
+        sizes = {"cls": int(self.has_cls_token), "registers": self.num_register_tokens, "patch": 1}
+        return tuple(name for name in TOKEN_GROUPS if sizes[name] > 0)
 
     @property
     def num_prefix_tokens(self) -> int:
         """Tokens in front of the patches: the cls token and the registers."""
-        return 1 + self.num_register_tokens
+        return int(self.has_cls_token) + self.num_register_tokens
 
     def span(self, group: str) -> slice:
         """Slice of the sequence dimension that holds `group` (`"cls"`, `"registers"`, `"patch"` or `"all"`).
 
         Raises:
-            ValueError: if `group` is unknown, or is `"registers"` while the model has none.
+            ValueError: if `group` is unknown, or the model has none of it.
         """
-        if group == "registers" and self.num_register_tokens == 0:
-            raise ValueError(
-                "tokens='registers' asked of a model without register tokens; use 'cls', 'patch' or 'all'."
-            )
         slices = {
             "all": slice(None),
             "cls": slice(0, 1),
-            "registers": slice(1, self.num_prefix_tokens),
+            "registers": slice(int(self.has_cls_token), self.num_prefix_tokens),
             "patch": slice(self.num_prefix_tokens, None),
         }
         if group not in slices:
             raise ValueError(f"tokens={group!r} is not a token group; use one of {', '.join(map(repr, slices))}.")
+        if group not in ("all", *self.groups):
+            missing = {"cls": "a cls token", "registers": "register tokens"}[group]
+            others = ", ".join(map(repr, self.groups))
+            raise ValueError(f"tokens={group!r} asked of a model without {missing}; use {others} or 'all'.")
         return slices[group]
 
     def select(self, hidden_states: torch.Tensor, group: str) -> torch.Tensor:
@@ -107,9 +111,13 @@ class TokenLayout:
         return hidden_states[..., self.span(group), :]
 
     def pool(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Image feature `[cls, mean patch]` of App. A.4, no registers: `(..., seq_length, D)` to `(..., 2 * D)`."""
-        cls_token = self.select(hidden_states, "cls").squeeze(-2)
-        return torch.cat([cls_token, self.select(hidden_states, "patch").mean(dim=-2)], dim=-1)
+        """Image feature `[cls, mean patch]` of App. A.4, no registers: `(..., seq_length, D)` to `(..., 2 * D)`; the
+        mean patch alone, `(..., D)`, of a model without a cls token.
+        """
+        mean_patch = self.select(hidden_states, "patch").mean(dim=-2)
+        if not self.has_cls_token:
+            return mean_patch
+        return torch.cat([self.select(hidden_states, "cls").squeeze(-2), mean_patch], dim=-1)
 
 
 def patch_grid(height: int, width: int, patch_size: int) -> tuple[int, int]:

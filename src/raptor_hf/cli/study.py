@@ -21,10 +21,11 @@ from ..frozen import FrozenBackbone
 from ..interventions import Head
 from ..interventions.runs import layout_of
 from ..modeling_raptor import RaptorModel
-from ..phases import Phases, find_phases, layer_similarity
+from ..phases import Phases, find_phases
 from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
+from ..similarity import layer_similarity
 from ..studies import boundary_stability, distil_partitions, partition_schemes, partition_scores, study_swaps
 from ..study_report import PARTITIONS_HEADER, SWAPS_HEADER, partition_rows, swap_rows
 from ..teachers import Teacher, public_name

@@ -8,7 +8,8 @@ import torch
 from ..dynamics import Dynamics, DynamicsEstimator, angle, normalise, principal_components
 from ..interventions import Batch, Model, base_states, perturb, sensitivity_curve
 from ..interventions.runs import layout_of, num_layers_of, plain, unpacked
-from ..phases import find_phases, layer_similarity
+from ..phases import find_phases
+from ..similarity import layer_similarity
 from ..teachers import Teacher
 from ..tokens import schedule_segments
 

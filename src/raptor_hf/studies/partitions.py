@@ -9,9 +9,10 @@ import torch
 
 from ..arguments import DistillationArguments
 from ..data import PixelDataset
-from ..phases import Phases, find_phases, layer_similarity, partition_score, random_partitions
+from ..phases import Phases, find_phases, partition_score, random_partitions
 from ..results import read_json, write_json
 from ..runs import distill
+from ..similarity import layer_similarity
 from ..teachers import Teacher
 from ..tokens import TokenLayout
 
