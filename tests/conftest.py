@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModel
 
 from raptor_hf import DistillationArguments, RaptorConfig, RaptorDistillationTrainer, RaptorModel
 from raptor_hf.data import PixelDataset, dinov2_processor, load_images
-from raptor_hf.teachers import FAMILIES, Teacher
+from raptor_hf.teachers import Teacher
+from raptor_hf.vision_models import without_pooler
 
 torch.set_num_threads(1)  # tiny tensors are slower on several, and sums then do not depend on the machine
 
@@ -85,7 +86,7 @@ def make_teacher():
         if family in ("vit", "deit"):
             fields["intermediate_size"] = 4 * SIZES["hidden_size"]
         config = AutoConfig.for_model(family, **{**fields, **overrides})
-        model = AutoModel.from_config(config, **FAMILIES[family].load_kwargs)
+        model = AutoModel.from_config(config, **without_pooler(config))
         return Teacher(jitter(model, seed=seed), image_processor)
 
     return factory

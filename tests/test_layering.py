@@ -38,6 +38,7 @@ RANKS = (
     "dense_data",
     "dense_pixels",
     "streams",
+    "vision_models",
     "teachers",
     "activations",
     "similarity",

@@ -23,7 +23,7 @@ from raptor_hf.results import (
     to_plain,
     write_json,
 )
-from raptor_hf.teachers import public_name
+from raptor_hf.vision_models import public_name
 from sample_results import NAN, make_results
 
 

@@ -226,7 +226,7 @@ def test_layers_are_counted_from_one(layer, make_teacher):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unmapped_weight_is_reported(family, make_teacher):
     teacher = make_teacher(family)
-    layer = teacher.model.get_submodule(teacher.family.layers)[0]
+    layer = teacher.layers[0]
     layer.attention.q_norm = torch.nn.LayerNorm(16)
     with pytest.raises(ValueError, match=r"cannot hold: attention\.q_norm\.weight, attention\.q_norm\.bias"):
         RaptorModel.from_teacher(teacher, (1, 2))
@@ -324,7 +324,7 @@ def test_iter_hidden_states_errors(make_teacher):
     teacher = make_teacher("vit")
     with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
         teacher.iter_hidden_states([], batch_size=0)
-    with pytest.raises(ValueError, match=r"teacher 'vit' has no image processor; give processed images"):
+    with pytest.raises(ValueError, match=r"model 'vit' has no image processor; give processed images"):
         next(iter(teacher.iter_hidden_states(pil_images(1))))
     assert list(teacher.iter_hidden_states([])) == []
 

@@ -37,7 +37,8 @@ from safetensors.torch import save
 from torch import nn
 
 from .data import PixelDataset, collate_pixels
-from .teachers import Teacher, public_name
+from .teachers import Teacher
+from .vision_models import public_name
 
 CACHE_FORMAT = 1
 CACHE_FILE = "cache.json"

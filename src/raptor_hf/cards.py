@@ -33,8 +33,8 @@ from .results import (
     without_folders,
     write_file,
 )
-from .teachers import public_name
 from .tokens import TOKEN_GROUPS
+from .vision_models import public_name
 
 CARD_FILE = "README.md"
 PICTURE_FILE = "schedule.png"

@@ -18,7 +18,7 @@ from .card_edits import card_license, check_card, is_untouched, signed, update_c
 from .cards import CARD_FILE, PICTURE_FILE, card_files, find_results, load_config, model_card, own_results, read_card
 from .modeling_raptor import RaptorModel, RaptorPreTrainedModel
 from .results import RESULTS_FILE, read_json
-from .teachers import public_name
+from .vision_models import public_name
 
 logger = logging.get_logger(__name__)
 

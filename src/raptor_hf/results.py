@@ -38,7 +38,8 @@ from transformers.trainer_utils import has_length
 
 from .data import PixelDataset
 from .phases import Phases
-from .teachers import Teacher, public_name
+from .teachers import Teacher
+from .vision_models import public_name
 
 RESULTS_FORMAT = 1
 RESULTS_FILE = "results.json"

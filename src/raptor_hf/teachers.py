@@ -6,16 +6,16 @@ instantiated model, never from a checkpoint's file, whose names differ between v
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from .tokens import TokenLayout
+from .vision_models import VisionModel, own_image_processor, public_name, without_pooler
 
 _ATTENTION = {
     r"attention\.q_proj": "attention.qkv.0",
@@ -43,73 +43,52 @@ class ViTFamily:
     """What differs between the ViT families of `transformers`.
 
     Attributes:
-        layers: path of the list of layers inside the model.
         block_names: a layer's modules or parameters (regular expressions) to a Raptor block's; a trailing number is the
             part's place in a fused projection.
         antialias: whether positions are interpolated with antialiasing.
-        load_kwargs: arguments of `from_pretrained`.
-        forward_kwargs: arguments of the forward pass.
     """
 
-    layers: str
     block_names: Mapping[str, str]
     antialias: bool = False
-    load_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    forward_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-_VIT = ViTFamily(
-    "layers", _VIT_BLOCK, load_kwargs={"add_pooling_layer": False}, forward_kwargs={"interpolate_pos_encoding": True}
-)
+_VIT = ViTFamily(_VIT_BLOCK)
 FAMILIES: dict[str, ViTFamily] = {
-    "dinov2_with_registers": ViTFamily("encoder.layer", _DINOV2_BLOCK, antialias=True),
-    "dinov2": ViTFamily("encoder.layer", _DINOV2_BLOCK),
+    "dinov2_with_registers": ViTFamily(_DINOV2_BLOCK, antialias=True),
+    "dinov2": ViTFamily(_DINOV2_BLOCK),
     "vit": _VIT,
     "deit": _VIT,
 }
 
 
-class Teacher:
-    """A frozen pretrained ViT: states `a_0 .. a_L`, token layout, final norm, and weights under Raptor's names.
+class Teacher(VisionModel):
+    """A frozen pretrained ViT whose weights a Raptor can take: states `a_0 .. a_L`, token layout, final norm, and
+    weights under Raptor's names.
 
     Attributes:
-        model: the `transformers` model, without its head if it has one, in evaluation mode, without gradients.
-        image_processor: the teacher's own image processor, or `None` if it has none.
-        layout: positions of cls, registers and patches. DeiT's distillation token counts as one register.
-        name_or_path, revision: where it came from.
+        model, image_processor, layout, name_or_path, revision: as of [`~raptor_hf.vision_models.VisionModel`]; the
+            model comes without its head if it has one.
+        family (`ViTFamily`): how its layers are named.
+
+    Raises:
+        ValueError: if the architecture is none of `FAMILIES`, or is configured in a way a Raptor block cannot be
+            (another activation than the exact GELU, a position table that is not square).
     """
 
     def __init__(self, model: PreTrainedModel, image_processor: Any = None, revision: str | None = None) -> None:
-        self.family = _family(model.config)
-        _check_supported(model.config)
-        self.model: Any = model.base_model.eval().requires_grad_(False)
-        self.image_processor = image_processor
-        self.name_or_path = model.config._name_or_path or model.config.model_type
-        self.revision = revision
-        num_registers = getattr(model.config, "num_register_tokens", 0) + int(self._has_distillation_token)
-        self.layout = TokenLayout(num_registers)
+        self.check_config(model.config)
+        self.family = FAMILIES[model.config.model_type]
+        super().__init__(model, image_processor, revision)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any) -> "Teacher":
-        """Loads a teacher from the Hub or a folder; checkpoints with a head give their backbone.
-
-        Args:
-            name_or_path: Hub id or folder of a `dinov2_with_registers`, `dinov2`, `vit` or `deit` checkpoint.
-            revision: branch, tag or commit on the Hub.
-            kwargs: passed to `AutoModel.from_pretrained`: `dtype`, `attn_implementation`, `token`, `device_map`, ...
-
-        Raises:
-            ValueError: if the architecture is not one of these, or is configured in a way a Raptor block cannot be
-                (another activation than the exact GELU, a position table that is not square).
-            OSError: if there is no such checkpoint.
-        """
-        hub: dict[str, Any] = {
-            name: kwargs[name] for name in ("token", "cache_dir", "local_files_only") if name in kwargs
-        }
-        config = _checked_config(name_or_path, revision, hub)
-        load_kwargs = FAMILIES[config.model_type].load_kwargs
-        model = AutoModel.from_pretrained(name_or_path, revision=revision, **{**load_kwargs, **kwargs})
-        return cls(model, _image_processor(name_or_path, config, revision, hub), revision)
+    def check_config(cls, config: PreTrainedConfig) -> None:
+        """Refuses what no Raptor block can be; errors as the class."""
+        if config.model_type not in FAMILIES:
+            raise ValueError(
+                f"teacher of type {config.model_type!r} is not supported; use a checkpoint of one of "
+                f"{', '.join(FAMILIES)}."
+            )
+        _check_supported(config)
 
     @classmethod
     def untrained(cls, name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any) -> "Teacher":
@@ -122,25 +101,11 @@ class Teacher:
         Raises:
             ValueError, OSError: as [`Teacher.from_pretrained`].
         """
-        config = _checked_config(name_or_path, revision, {})
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision)
+        cls.check_config(config)
         config._name_or_path = str(name_or_path)
-        model = AutoModel.from_config(config, **{**FAMILIES[config.model_type].load_kwargs, **kwargs})
-        return cls(model, _image_processor(name_or_path, config, revision, {}), revision)
-
-    @property
-    def num_layers(self) -> int:
-        """`L`, the teacher's layers."""
-        return self.model.config.num_hidden_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """Features of a token."""
-        return self.model.config.hidden_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where the teacher's weights are."""
-        return self.model.device
+        model = AutoModel.from_config(config, **{**without_pooler(config), **kwargs})
+        return cls(model, own_image_processor(name_or_path, config, revision, {}), revision)
 
     @torch.no_grad()
     def hidden_states(self, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -150,14 +115,14 @@ class Teacher:
         Calls the model as a whole, so that what `accelerate` wrapped around its forward (autocast) is used.
         """
         self.model.eval()
-        outputs = self.model(pixel_values, output_hidden_states=True, **self.family.forward_kwargs)
+        outputs = self.model(pixel_values, output_hidden_states=True, **self.forward_kwargs(pixel_values))
         return outputs.hidden_states
 
     @torch.no_grad()
     def last_hidden_state(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The final LayerNorm's output `(batch_size, seq_length, hidden_size)`; no other state is kept."""
         self.model.eval()
-        return self.model(pixel_values, **self.family.forward_kwargs).last_hidden_state
+        return self.model(pixel_values, **self.forward_kwargs(pixel_values)).last_hidden_state
 
     @torch.no_grad()
     def final_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -174,43 +139,6 @@ class Teacher:
         """
         self.model.eval()
         return self._layer_module(layer)(hidden_states)
-
-    def iter_hidden_states(self, images: Iterable[Any], batch_size: int = 32) -> "HiddenStates":
-        """States of many images, batch by batch, to be passed to [`~raptor_hf.layer_similarity`].
-
-        Args:
-            images: PIL images; or dicts with `"pixel_values"` (a processed image `(channels, height, width)`) or
-                `"image"` (a PIL image, put through the teacher's processor).
-            batch_size: images in a forward pass.
-
-        Returns:
-            an iterable of tuples as [`Teacher.hidden_states`] gives, with the token `layout` as an attribute; it can be
-            iterated as often as `images` can.
-
-        Raises:
-            ValueError: if a batch size below 1 is asked for, or PIL images are given and the teacher has no processor.
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1.")
-        return HiddenStates(self, images, batch_size)
-
-    def pixel_values(self, images: Sequence[Any]) -> torch.Tensor:
-        """Images, as [`Teacher.iter_hidden_states`] takes them, to one batch on the teacher's device.
-
-        Raises:
-            ValueError: if PIL images are given and the teacher has no processor.
-        """
-        items = [item if isinstance(item, Mapping) else {"image": item} for item in images]
-        if "pixel_values" in items[0]:
-            batch = torch.stack([item["pixel_values"] for item in items])
-        elif self.image_processor is None:
-            raise ValueError(
-                f"teacher {self.name_or_path!r} has no image processor; give processed images as "
-                "{'pixel_values': tensor}, or a folder with a preprocessor_config.json."
-            )
-        else:
-            batch = self.image_processor([item["image"] for item in items], return_tensors="pt")["pixel_values"]
-        return batch.to(self.device)
 
     def config_fields(self) -> dict[str, Any]:
         """The fields of [`RaptorConfig`] that a student shares with this teacher."""
@@ -270,71 +198,11 @@ class Teacher:
     def _layer_module(self, layer: int) -> nn.Module:
         if not 1 <= layer <= self.num_layers:
             raise ValueError(f"layer={layer}: this teacher has layers 1 to {self.num_layers}.")
-        layers: Any = self.model.get_submodule(self.family.layers)
-        return layers[layer - 1]
+        return self.layers[layer - 1]
 
     @property
     def _has_distillation_token(self) -> bool:
         return hasattr(self.model.embeddings, "distillation_token")
-
-
-class HiddenStates:
-    """Iterable over a teacher's states, batch by batch; see [`Teacher.iter_hidden_states`]."""
-
-    def __init__(self, teacher: Teacher, images: Iterable[Any], batch_size: int) -> None:
-        self.teacher, self.images, self.batch_size = teacher, images, batch_size
-
-    @property
-    def layout(self) -> TokenLayout:
-        """Positions of cls, registers and patches in the states."""
-        return self.teacher.layout
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        batch: list[Any] = []
-        for image in self.images:
-            batch.append(image)
-            if len(batch) == self.batch_size:
-                yield self.teacher.hidden_states(self.teacher.pixel_values(batch))
-                batch = []
-        if batch:
-            yield self.teacher.hidden_states(self.teacher.pixel_values(batch))
-
-
-def public_name(name_or_path: str) -> str:
-    """A Hub id as it is; of a path only the last part, since reports and models are shared and paths are private."""
-    path = Path(name_or_path).expanduser()
-    is_path = path.exists() or name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2 or "\\" in name_or_path
-    return path.resolve().name if is_path else name_or_path
-
-
-def _checked_config(name_or_path: str | Path, revision: str | None, hub: Mapping[str, Any]) -> PreTrainedConfig:
-    config = AutoConfig.from_pretrained(name_or_path, revision=revision, **hub)
-    _family(config)
-    _check_supported(config)
-    return config
-
-
-def _image_processor(
-    name_or_path: str | Path, config: PreTrainedConfig, revision: str | None, hub: Mapping[str, Any]
-) -> Any:
-    """The checkpoint's own image processor; DINOv2's for one that comes without, `None` for other families."""
-    try:
-        processor = AutoImageProcessor.from_pretrained(name_or_path, revision=revision, **hub)
-    except OSError:  # a checkpoint without preprocessor_config.json
-        processor = None
-    if processor is None and config.model_type.startswith("dinov2"):
-        from .data import dinov2_processor
-
-        processor = dinov2_processor()
-    return processor
-
-
-def _family(config: PreTrainedConfig) -> ViTFamily:
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"teacher of type {config.model_type!r} is not supported; use a checkpoint of one of {', '.join(FAMILIES)}."
-        )
-    return FAMILIES[config.model_type]
 
 
 def _check_supported(config: PreTrainedConfig) -> None:

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from ..modeling_raptor import RaptorModel
 from ..results import RESULTS_FILE, read_json
-from ..teachers import Teacher, public_name
+from ..teachers import Teacher
+from ..vision_models import public_name
 from .common import require_weights
 from .values import UsageError
 

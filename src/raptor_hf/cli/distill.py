@@ -13,7 +13,7 @@ from ..cards import own_results, write_card
 from ..report import write_report
 from ..results import RESULTS_FILE, dataset_record, new_results, summary_rows, teacher_record, write_json
 from ..runs import MODEL_FOLDER, distill
-from ..teachers import public_name
+from ..vision_models import public_name
 from .common import ImageArguments, TeacherArguments, check_finished, load_teacher, make_way, push_and_report
 from .console import is_main_process, note, table
 from .dry_run import dry_run

@@ -16,7 +16,8 @@ from ..estimates import StageEstimate, estimate_stages
 from ..modeling_raptor import RaptorModel
 from ..phases import Phases
 from ..results import model_record, new_results, teacher_record
-from ..teachers import Teacher, public_name
+from ..teachers import Teacher
+from ..vision_models import public_name
 from .common import ImageArguments, TeacherArguments, load_split
 from .console import is_main_process, note, status, table
 from .student import StudentArguments, given_phases, started, student_options

@@ -13,7 +13,7 @@ from ..report import write_report
 from ..results import RESULTS_FILE, new_results, to_plain, write_json
 from ..studies import compare_flows, study_dynamics
 from ..study_report import FLOW_HEADER, flow_rows
-from ..teachers import public_name
+from ..vision_models import public_name
 from .backbones import load_backbone, short_names
 from .common import ImageArguments, check_finished, load_split, make_way, to_pixels
 from .console import note, status, table

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from ..cards import write_card
 from ..modeling_raptor import RaptorModel
 from ..research_import import PUBLISHED_LAST_LAYERS, load_research_blocks, research_config, research_state
-from ..teachers import public_name
+from ..vision_models import public_name
 from .common import TeacherArguments, load_teacher
 from .console import note, warn
 from .parsing import parse

@@ -8,7 +8,7 @@ from ..phases import Phases
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, teacher_record, write_json
 from ..runs import PHASES_FILE, discover_phases
-from ..teachers import public_name
+from ..vision_models import public_name
 from .common import ImageArguments, TeacherArguments, check_finished, load_split, load_teacher, make_way, to_pixels
 from .console import note, status, table
 from .parsing import parse

@@ -27,7 +27,8 @@ from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments, ProbeRes
 from ..processes import first_value
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
-from ..teachers import Teacher, public_name
+from ..teachers import Teacher
+from ..vision_models import public_name
 from .backbones import load_backbone, short_names, to_accelerator
 from .common import ImageArguments, check_finished, load_split, make_way, print_probe_table
 from .console import is_main_process, note, status, table

@@ -28,7 +28,8 @@ from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..similarity import layer_similarity
 from ..studies import boundary_stability, distil_partitions, partition_schemes, partition_scores, study_swaps
 from ..study_report import PARTITIONS_HEADER, SWAPS_HEADER, partition_rows, swap_rows
-from ..teachers import Teacher, public_name
+from ..teachers import Teacher
+from ..vision_models import public_name
 from .backbones import load_backbone, short_names
 from .common import ImageArguments, check_finished, load_split, make_way, to_pixels
 from .console import note, status, table
