@@ -360,6 +360,7 @@ def test_other_words_are_no_booleans(error, config):
         ("--repeats 0,0,1", "repeats", [0, 0, 1]),
         ("--repeats [0,0,1]", "repeats", [0, 0, 1]),
         ("--repeats 0,0 -1", "repeats", [0, 0, -1]),
+        ("--repeats 0,1 --repeats 2", "repeats", [0, 1, 2]),
         ("--repeats=[]", "repeats", []),
         ("--sizes 4,5", "sizes", (4, 5)),
         ("--names a,b c", "names", ["a,b", "c"]),
@@ -429,6 +430,7 @@ def test_enum_items_of_a_list_are_checked():
 def test_positional_arguments_fill_fields(error, config):
     fill = {"positional": ("run_name", "repeats")}
     assert options("a", "--max_steps", "3", "1", "2", **fill) == Options(run_name="a", max_steps=3, repeats=[1, 2])
+    assert options("a", "1", "--repeats", "2", **fill) == Options(run_name="a", repeats=[1, 2])
     assert options("--mode", "both", "a", config("max_steps: 4"), **fill) == Options(run_name="a", max_steps=4)
     assert options("--starts-on", "a", types=(Switches, Options), positional=("run_name",)) == Switches()
     assert "unexpected argument 'b'" in error("a", "b", positional=("run_name",))

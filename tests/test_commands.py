@@ -16,6 +16,7 @@ from raptor_hf import report as report_module
 from raptor_hf.cli import COMMANDS, main
 from raptor_hf.cli.report import merge_results
 from raptor_hf.data import dinov2_processor
+from vit_families import FAMILIES, make_model
 
 TABLE_FORMATS = ("md", "csv", "json", "tex")
 
@@ -86,6 +87,44 @@ def test_phases(teacher, photos, tmp_path, capsys):
     assert main([*argv, "--overwrite"]) == 0
     assert main([*argv, "--overwrite", "--dataset", str(tmp_path / "none")]) == 2  # which costs no finished run
     assert results(tmp_path / "p")["phases"] == record
+
+
+def test_phases_of_every_family(photos, tmp_path, capsys):
+    for family in FAMILIES:
+        make_model(family).save_pretrained(tmp_path / "vits" / family)
+        dinov2_processor(32).save_pretrained(tmp_path / "vits" / family)
+    names = [str(tmp_path / "vits" / family) for family in FAMILIES]
+    flags = ["--dataset", str(photos), "--num-blocks", "2", "--output-dir", str(tmp_path / "p")]
+    assert main(["phases", *names[:1], *flags, *(word for name in names[1:] for word in ("--teacher", name))]) == 0
+    assert "vit_mae" in capsys.readouterr().out
+    records = results(tmp_path / "p")["phases_of"]
+    assert list(records) == list(FAMILIES)
+    for family, record in records.items():
+        groups = FAMILIES[family][1]
+        assert list(record["groups"]) == ["all", *groups]  # what a family lacks is absent
+        assert all(np.shape(matrix) == (3, 3) for matrix in record["groups"].values())
+        assert json.loads((tmp_path / "p" / family / "phases.json").read_text())["partitions"] == record["partitions"]
+    page = (tmp_path / "p" / "report.html").read_text()
+    assert "Similarity of layers by token group" in page
+    assert (tmp_path / "p" / "figures" / "similarity_groups.png").is_file()
+    argv = ["distill", names[1], "--dataset", str(photos), "--num-blocks", "2"]
+    steps = [
+        "--phases",
+        str(tmp_path / "p" / "dinov2_with_registers"),
+        "--max-steps",
+        "1",
+        "--per-device-train-batch-size",
+        "4",
+        "--use-cpu",
+    ]
+    assert main([*argv, *steps, "--output-dir", str(tmp_path / "d")]) == 0, capsys.readouterr().err
+    schedule = records["dinov2_with_registers"]["partitions"]["2"]["block_schedule"]
+    assert results(tmp_path / "d")["models"][0]["block_schedule"] == schedule
+    assert main(["phases", *names[:2], *flags, "--overwrite", "--revision", "main"]) == 2
+    assert "--revision main is of one model, got 2; run them one by one." in capsys.readouterr().err
+    assert main(["phases", names[0], str(tmp_path / "none"), *flags, "--overwrite"]) == 2
+    assert "none' cannot be loaded" in capsys.readouterr().err
+    assert results(tmp_path / "p")["phases_of"] == records
 
 
 def test_distill_makes_a_model_a_report_and_a_table(distilled, capsys):

@@ -24,9 +24,13 @@ def test_phases_are_searched_once_and_kept(teacher, digits, tmp_path):
     assert len(record["similarity"]) == 4
     assert record["num_images"] == 8
     kept = json.loads(path.read_text())
-    kept["num_images"] = 99
+    kept["note"] = "kept"
     path.write_text(json.dumps(kept))
-    assert discover_phases(teacher, digits, (3,), path)["num_images"] == 99
+    assert discover_phases(teacher, digits, (3,), path)["note"] == "kept"
+    assert set(record["groups"]) == {"all", "cls", "registers", "patch"}
+    assert "note" not in discover_phases(teacher, digits, (3,), path, tokens="cls")  # another question
+    path.write_text(json.dumps({**kept, "num_images": 99}))
+    assert discover_phases(teacher, digits, (3,), path)["num_images"] == 8  # other images
     assert discover_phases(teacher, digits, (4,), path)["num_images"] == 8  # not there yet: searched again
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from raptor_hf.study_plots import SERIES_LABELS, runs_figure, scores_figure
+from raptor_hf.study_plots import SERIES_LABELS, runs_figure, scores_figure, similarities_figure
 
 EFFECTS = {"intra": {1: [0.9, 0.7], 2: [0.8]}, "inter": {1: [0.2, 0.4], 2: []}}
 
@@ -43,3 +43,26 @@ def test_scores_and_boundaries(tmp_path):
     assert len(scores_figure({"1": 0.1, "2": 0.1}, None, {}, 2).axes) == 1
     with pytest.raises(ValueError, match=r"scores are empty"):
         scores_figure({}, None, {}, 4)
+
+
+def test_similarities_of_models_and_groups_are_one_grid(tmp_path):
+    small, large = np.full((2, 2), 0.5) + np.eye(2) / 2, np.full((3, 3), 0.25) + 0.75 * np.eye(3)
+    large[0, 1] = np.nan
+    models = {"vit": {"all": small, "cls": small, "patch": small}, "ijepa": {"all": large, "patch": large}}
+    figure = similarities_figure(models, {"ijepa": [1, 2]}, title="two ViTs")
+    panels = figure.axes[:6]
+    assert [axes.get_title() for axes in panels] == ["all", "cls", "patch", "", "", ""]
+    assert [axes.get_ylabel() for axes in panels] == ["vit\nlayer", "", "", "ijepa\nlayer", "", ""]
+    assert [len(axes.images) for axes in panels] == [1, 1, 1, 1, 0, 1]
+    assert [text.get_text() for text in panels[4].texts] == ["no cls"]
+    np.testing.assert_array_equal(panels[0].images[0].get_array(), small)
+    assert panels[3].images[0].get_array().mask.sum() == 1
+    assert {axes.images[0].get_clim() for axes in panels if axes.images} == {(0.25, 1.0)}  # one scale of colours
+    assert [bool(axes.lines) for axes in panels] == [False, False, False, True, False, True]
+    assert figure.axes[6].get_ylabel() == "cosine similarity"
+    figure.savefig(tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match=r"similarity 'cls' of 'a' has shape \(2, 3\); pass square matrices"):
+        similarities_figure({"a": {"cls": np.zeros((2, 3))}})
+    with pytest.raises(ValueError, match=r"similarities are empty"):
+        similarities_figure({"a": {}})

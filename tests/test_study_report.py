@@ -1,6 +1,16 @@
 """Rows of the studies as text."""
 
-from raptor_hf.study_report import FLOW_HEADER, SWAPS_HEADER, dynamics_section, flow_rows, studies_section, swap_rows
+from raptor_hf.study_report import (
+    FLOW_HEADER,
+    PHASES_HEADER,
+    SWAPS_HEADER,
+    dynamics_section,
+    flow_rows,
+    phases_rows,
+    similarities_blocks,
+    studies_section,
+    swap_rows,
+)
 
 
 def test_a_flow_comes_down_to_a_row_per_token_group():
@@ -27,3 +37,18 @@ def test_swaps_come_down_to_a_row_per_scope_and_number():
 
 def test_results_without_studies_have_no_such_section():
     assert dynamics_section({}) == studies_section({"studies": {}}) == []
+
+
+def test_phases_of_several_models_are_a_picture_and_a_table():
+    matrix = [[1.0, 0.5], [0.5, 1.0]]
+    found = {"block_schedule": [0, 1], "repeats": [1, 1], "score": 0.12345, "method": "dp"}
+    vit = {"model_type": "vit", "groups": {"all": matrix, "cls": matrix, "patch": matrix}, "partitions": {"2": found}}
+    jepa = {"model_type": "ijepa", "groups": {"all": matrix, "patch": matrix}, "partitions": {}}
+    assert phases_rows({"a": vit, "b": jepa}) == [["a", "vit", "cls, patch", "2", "1 | 2", "0.123"]]
+    assert len(PHASES_HEADER) == 6
+    picture, listing = similarities_blocks({"phases_of": {"a": vit, "b": jepa}})
+    assert "squares: its phases, k = 2" in str(picture)
+    assert "cls, patch" in str(listing)
+    (picture,) = similarities_blocks({"teacher": {"name": "a"}, "phases": vit})  # whose table is there already
+    assert "Similarity of layers by token group" in str(picture)
+    assert similarities_blocks({"phases": {"similarity": matrix, "partitions": {}}}) == []  # a run before 0.1

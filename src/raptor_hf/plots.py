@@ -74,7 +74,7 @@ def similarity_figure(
     axes.set_xticks(layer_ticks(len(matrix)))
     axes.set_yticks(layer_ticks(len(matrix)))
     set_labels(axes, "layer", "layer", title)
-    add_legend(figure, _phase_squares(axes, partitions or {}, len(matrix)), background="#b4bac2")
+    add_legend(figure, phase_squares(axes, partitions or {}, len(matrix)), background="#b4bac2")
     axes.set(xlim=edges, ylim=edges[::-1])
     return figure
 
@@ -324,7 +324,7 @@ def history_keys(history: History) -> list[str]:
     return [key for key in keys if "loss" in key] or keys
 
 
-def _phase_squares(axes: "Axes", partitions: Mapping[str, Sequence[int]], num_layers: int) -> dict[str, "Line2D"]:
+def phase_squares(axes: "Axes", partitions: Mapping[str, Sequence[int]], num_layers: int) -> dict[str, "Line2D"]:
     """One line per partition that runs around each of its phases, by the label for the legend."""
     lines: dict[str, Line2D] = {}
     for index, (name, repeats) in enumerate(partitions.items()):

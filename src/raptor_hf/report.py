@@ -21,7 +21,7 @@ from .results import (
     without_folders,
     write_file,
 )
-from .study_report import dynamics_section, partitions_section, studies_section
+from .study_report import dynamics_section, partitions_section, similarities_blocks, studies_section
 from .tokens import TOKEN_GROUPS, schedule_segments
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -124,6 +124,7 @@ def _phases_section(results: dict[str, Any]) -> list[Block]:
         images = f", mean over {phases['num_images']:,} images" if phases.get("num_images") else ""
         caption = f"Similarity of the teacher's layers, tokens: {phases.get('tokens', 'all')}{images}"
         blocks.append(figure_block("similarity", plots.similarity_figure(phases["similarity"], squares), caption))
+    blocks += similarities_blocks(results)
     if partitions:
         rows = [[k, str(partitions[k]), as_text(e.get("score")), as_text(e.get("method"))] for k, e in entries.items()]
         blocks.append(table_block("Phases that were found", rows, ["Blocks", "Layers", "Score", "Method"]))

@@ -9,7 +9,9 @@ format       1
 title, command, seed, environment ([`environment`]), timings {name: seconds}
 teacher      name, model_type, num_layers, hidden_size, num_parameters
 dataset      name, num_train, num_test, num_skipped
-phases       tokens, num_images, similarity [[float]], partitions {"3": {block_schedule, repeats, score, method}}
+phases       tokens, num_images, similarity [[float]], groups {"cls": [[float]]}, partitions {"3": {block_schedule,
+             repeats, score, method}}
+phases_of    the same by model, where several were compared
 models       [{name, path (relative to the report), num_blocks, block_schedule, num_parameters, seeds,
                fidelity {r2 {group: [float]}, cosine {group: [float]}, num_images, definition},
                training {history [{step, ...}], any other setting}}]
@@ -38,8 +40,7 @@ from transformers.trainer_utils import has_length
 
 from .data import PixelDataset
 from .phases import Phases
-from .teachers import Teacher
-from .vision_models import public_name
+from .vision_models import VisionModel, public_name
 
 RESULTS_FORMAT = 1
 RESULTS_FILE = "results.json"
@@ -82,8 +83,8 @@ def new_results(title: str, command: str, seed: int) -> dict[str, Any]:
     return {"format": RESULTS_FORMAT, "title": title, "command": command, "seed": seed, "environment": environment()}
 
 
-def teacher_record(teacher: Teacher) -> dict[str, Any]:
-    """What reports say of a teacher; a folder is named by its last part."""
+def teacher_record(teacher: VisionModel) -> dict[str, Any]:
+    """What reports say of a teacher or of a ViT that is measured; a folder is named by its last part."""
     config = teacher.model.config
     return {
         "name": public_name(teacher.name_or_path),

@@ -16,16 +16,17 @@ from .data import PixelDataset
 from .modeling_raptor import RaptorModel
 from .phases import Phases, find_phases
 from .results import model_record, read_json, write_json
-from .similarity import layer_similarity
+from .similarity import layer_similarities
 from .teachers import Teacher
 from .trainer import RaptorDistillationTrainer
+from .vision_models import VisionModel
 
 PHASES_FILE = "phases.json"
 MODEL_FOLDER = "model"
 
 
 def discover_phases(
-    teacher: Teacher,
+    model: VisionModel,
     pixels: PixelDataset,
     num_blocks: tuple[int, ...],
     path: Path,
@@ -34,10 +35,10 @@ def discover_phases(
     batch_size: int = 32,
     **options: Any,
 ) -> dict[str, Any]:
-    """Similarity of the teacher's layers over `pixels` and its partitions, kept in `path`, or taken from there.
+    """Similarity of a ViT's layers over `pixels` and its partitions, kept in `path`, or taken from there.
 
     Args:
-        teacher, pixels: whose states, and on what.
+        model, pixels: whose states, and on what.
         num_blocks: the numbers of blocks to find phases for.
         path: the JSON file.
         tokens: tokens that are compared, see [`~raptor_hf.layer_similarity`].
@@ -45,19 +46,28 @@ def discover_phases(
         options: further arguments of [`~raptor_hf.find_phases`].
 
     Returns:
-        `{"tokens", "num_images", "similarity", "partitions"}` with a partition for each of `num_blocks`, under its
-        decimal number.
+        `{"tokens", "num_images", "similarity", "groups", "partitions"}`: the similarity of `tokens`; that of all tokens
+        and of each token group that the model has; a partition for each of `num_blocks`, under its decimal number.
 
     Raises:
         ValueError: as the two functions do.
     """
     asked = {str(count) for count in num_blocks}
-    if path.is_file() and asked <= set((record := read_json(path))["partitions"]):
-        return record
+    of = {"tokens": tokens, "num_images": len(pixels)}
+    if path.is_file():
+        record = read_json(path)
+        if asked <= set(record["partitions"]) and "groups" in record and of == {name: record[name] for name in of}:
+            return record
     images = (pixels[index] for index in range(len(pixels)))
-    similarity = layer_similarity(teacher.iter_hidden_states(images, batch_size), tokens=tokens)
-    partitions = {str(count): find_phases(similarity, count, **options).to_dict() for count in num_blocks}
-    record = {"tokens": tokens, "num_images": len(pixels), "similarity": similarity.tolist(), "partitions": partitions}
+    groups = dict.fromkeys(("all", *model.layout.groups, tokens))
+    found = layer_similarities(model.iter_hidden_states(images, batch_size), list(groups))
+    similarity = found[tokens]
+    record = {
+        **of,
+        "similarity": similarity.tolist(),
+        "groups": {name: found[name].tolist() for name in ("all", *model.layout.groups)},
+        "partitions": {str(count): find_phases(similarity, count, **options).to_dict() for count in num_blocks},
+    }
     write_json(path, record)
     return record
 

@@ -8,16 +8,20 @@ import numpy as np
 
 from .drawing import (
     COLOURS,
+    GREY,
     INK,
     MARKERS,
     add_legend,
     layer_ticks,
     line_style,
+    matplotlib_package,
     new_figure,
     plain_text,
     set_labels,
     to_array,
 )
+from .plots import phase_squares
+from .tokens import TOKEN_GROUPS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,6 +78,66 @@ def runs_figure(
     axes.set_xticklabels([str(number) for number in numbers])
     set_labels(axes, xlabel, ylabel, title)
     add_legend(figure, handles)
+    return figure
+
+
+def similarities_figure(
+    similarities: Mapping[str, Mapping[str, Any]],
+    partitions: Mapping[str, Sequence[int]] | None = None,
+    *,
+    title: str | None = None,
+) -> "Figure":
+    """Heat maps of the layer-layer similarity, a row for each model and a column for each token group, with the phases
+    as squares on the diagonal (arXiv 2512.19941, Fig. 1). All share one scale of colours.
+
+    Args:
+        similarities (mapping of model to mapping of group to `(num_layers, num_layers)`): from
+            [`~raptor_hf.similarity.layer_similarities`]; where a model lacks a group, its place says so.
+        partitions (mapping of model to sequence of int, *optional*): layers per phase.
+
+    Raises:
+        ValueError: if there is no matrix, one is not square, or phases do not add up to a model's layers.
+    """
+    matrices = {
+        (model, group): to_array(matrix) for model, groups in similarities.items() for group, matrix in groups.items()
+    }
+    for (model, group), matrix in matrices.items():
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+            raise ValueError(f"similarity {group!r} of {model!r} has shape {matrix.shape}; pass square matrices.")
+    columns = [group for group in ("all", *TOKEN_GROUPS) if any(name == group for _, name in matrices)]
+    if not columns:
+        raise ValueError("similarities are empty; leave this picture out.")
+    figure, panels = new_figure(
+        0.9 + 2.1 * len(columns), 0.5 + 2.1 * len(similarities), None, (len(similarities), len(columns)), share=False
+    )
+    colour_map = matplotlib_package().colormaps["viridis"].with_extremes(bad="#bdbdbd")
+    images: list[Any] = []
+    lowest = min((float(np.nanmin(matrix)) for matrix in matrices.values() if np.isfinite(matrix).any()), default=0.0)
+    for place, axes in enumerate(panels):
+        model, group = list(similarities)[place // len(columns)], columns[place % len(columns)]
+        first_row, first_column = place < len(columns), place % len(columns) == 0
+        below = "layer" if place >= len(panels) - len(columns) else ""
+        set_labels(axes, below, plain_text(model) + "\nlayer" if first_column else "", group if first_row else None)
+        if (model, group) not in matrices:
+            axes.set_axis_off()
+            axes.text(0.5, 0.5, f"no {group}", ha="center", va="center", fontsize=9, color=GREY)
+            continue
+        matrix = matrices[model, group]
+        edges = (0.5, len(matrix) + 0.5)
+        extent = (*edges, *edges[::-1])
+        shown = np.ma.masked_invalid(matrix)
+        images.append(axes.imshow(shown, cmap=colour_map, vmin=lowest, vmax=1.0, extent=extent))
+        ticks = layer_ticks(len(matrix))
+        axes.set(xticks=ticks, yticks=ticks)
+        if partitions and model in partitions:
+            phase_squares(axes, {"phases": partitions[model]}, len(matrix))
+        axes.set(xlim=edges, ylim=edges[::-1])
+    bar = figure.colorbar(images[0], ax=panels, pad=0.02, aspect=15 * len(similarities))
+    bar.set_label("cosine similarity", fontsize=10, color=INK)
+    bar.ax.tick_params(labelsize=9, color=GREY, labelcolor=INK)
+    bar.outline.set_visible(False)
+    if title:
+        figure.suptitle(plain_text(title), fontsize=11, color=INK)
     return figure
 
 

@@ -6,6 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from . import flow_plots, study_plots
+from .phases import Phases
 from .report_blocks import Block, figure_block, table_block
 from .results import as_number
 
@@ -26,11 +27,45 @@ FLOW_PATHS = {
     "perturbed": "mean direction of perturbed and untouched runs; open marker: where a path starts",
 }
 SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with the untouched last state", 1)}
+PHASES_HEADER = "Model|Type|Tokens|Blocks|Phases|Score".split("|")
 PARTITIONS_HEADER = "Blocks|Partition|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
 FLOW_HEADER = (
     "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last)|Coherence peak|Median modulus|Spectral radius"
 ).split("|")
+
+
+def similarities_blocks(results: Mapping[str, Any]) -> list[Block]:
+    """Heat maps of the token groups of one ViT, or of every one that was compared, and the phases of the latter."""
+    several = results.get("phases_of") or {}
+    phases = results.get("phases") or {}
+    name = (results.get("teacher") or {}).get("name") or "teacher"
+    records = several or ({name: phases} if len(phases.get("groups") or {}) > 1 else {})
+    if not records:
+        return []
+    repeats = {}
+    for model, record in records.items():
+        counts = sorted(record["partitions"], key=int)
+        shown = counts[len(counts) // 2] if counts else None
+        if shown and Phases.from_schedule(record["partitions"][shown]["block_schedule"]).is_contiguous:
+            repeats[model] = record["partitions"][shown]["repeats"]
+    figure = study_plots.similarities_figure({model: r["groups"] for model, r in records.items()}, repeats)
+    numbers = {f"k = {len(parts)}" for parts in repeats.values()}
+    squares = f"; squares: its phases, {', '.join(sorted(numbers))}" if numbers else ""
+    blocks = [figure_block("similarity_groups", figure, f"Similarity of layers by token group{squares}")]
+    if several:
+        blocks.append(table_block("Phases that were found", phases_rows(several), PHASES_HEADER))
+    return blocks
+
+
+def phases_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Rows under `PHASES_HEADER` of the models that were compared."""
+    return [
+        [model, record["model_type"], ", ".join(name for name in record["groups"] if name != "all"), count,
+         str(Phases.from_schedule(entry["block_schedule"])), as_number(entry["score"], form=".3f")]
+        for model, record in records.items()
+        for count, entry in record["partitions"].items()
+    ]  # fmt: skip
 
 
 def swap_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -16,8 +16,12 @@ from ..hub import INDEX, WEIGHTS, push_folder
 from ..probe_tables import probe_records, probe_table, write_tables
 from ..results import RESULTS_FILE
 from ..teachers import Teacher
+from ..vision_models import VisionModel
 from .console import note, status, table, warn
 from .values import UsageError
+
+AnyModel = TypeVar("AnyModel", bound=VisionModel)
+EXAMPLE_TEACHER = "facebook/dinov2-with-registers-small"
 
 
 @dataclass
@@ -68,20 +72,33 @@ def load_teacher(args: TeacherArguments) -> Teacher:
         UsageError: if none is named or it cannot be loaded.
     """
     if args.teacher is None:
-        raise UsageError(
-            "no teacher given; name a Hub id or a folder, for example facebook/dinov2-with-registers-small."
-        )
+        raise UsageError(f"no teacher given; name a Hub id or a folder, for example {EXAMPLE_TEACHER}.")
+    return load_pretrained(Teacher, args.teacher, args)
+
+
+def load_pretrained(model_class: type[AnyModel], name: str, args: Any) -> AnyModel:
+    """A ViT, loaded on the accelerator if there is one.
+
+    Args:
+        model_class: [`VisionModel`] or [`Teacher`].
+        name: Hub id or folder.
+        args: with `revision` and `attn_implementation`.
+
+    Raises:
+        UsageError: if it cannot be loaded.
+        ValueError: if it is none of that class.
+    """
     kwargs: dict[str, Any] = {}
     if args.attn_implementation is not None:
         kwargs["attn_implementation"] = args.attn_implementation
-    with status(f"loading {args.teacher}"):
+    with status(f"loading {name}"):
         try:
-            teacher = Teacher.from_pretrained(args.teacher, revision=args.revision, **kwargs)
+            model = model_class.from_pretrained(name, revision=args.revision, **kwargs)
         except OSError as error:
-            raise UsageError(f"teacher {args.teacher!r} cannot be loaded: {error}") from error
+            raise UsageError(f"teacher {name!r} cannot be loaded: {error}") from error
     if torch.accelerator.is_available():
-        teacher.model.to(torch.accelerator.current_accelerator())
-    return teacher
+        model.model.to(torch.accelerator.current_accelerator())
+    return model
 
 
 def load_split(args: ImageArguments, split: str | None, seed: int = 0) -> ImageDataset:

@@ -27,11 +27,10 @@ class DynamicsArguments:
 
     _argument_group_name = "Dynamics"
 
-    models: list[str] = field(
+    model: list[str] = field(
         default_factory=list,
         metadata={"help": "ViTs and Raptors: folders or Hub ids (required); the others are compared with the first."},
     )
-    model: str | None = field(default=None, metadata={"help": "One model, instead of a free argument."})
     num_blocks: int = field(default=3, metadata={"help": "Phases of a ViT that figures show; a Raptor has its own."})
     ranks: bool = field(default=True, metadata={"help": "Whether to measure ranks of updates, the larger cost."})
     rank: int = field(default=10, metadata={"help": "Modes of the dynamic mode decomposition."})
@@ -55,8 +54,8 @@ def main(argv: list[str]) -> int:
     Raises:
         ValueError: for wrong input.
     """
-    args, images = parse("dynamics", [DynamicsArguments, ImageArguments], argv, ["models"], description=__doc__)
-    names = list(dict.fromkeys([*args.models, *([args.model] if args.model else [])]))
+    args, images = parse("dynamics", [DynamicsArguments, ImageArguments], argv, ["model"], description=__doc__)
+    names = list(dict.fromkeys(args.model))
     _check(args, names)
     output_dir = Path(args.output_dir)
     check_finished(output_dir, args.overwrite)

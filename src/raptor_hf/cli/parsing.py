@@ -6,7 +6,7 @@ differs, and why:
 - a configuration file's values are turned into flags and go through the same types, so that `lr: 3e-4` is a float and
   `save_strategy: no` stays a word: `HfArgumentParser.parse_yaml_file` hands over whatever YAML made of them;
 - every boolean takes `--x`, `--no_x` and `--x false`, whatever its default; words are those of YAML (yes/no, on/off);
-- a list is `--x 0 0 1`, `--x 0,0,1` or `--x [0,0,1]`; a mapping is a JSON object;
+- a list is `--x 0 0 1`, `--x 0,0,1`, `--x [0,0,1]` or `--x 0 --x 0 --x 1`; a mapping is a JSON object;
 - hyphens and underscores are the same in a flag; a flag is never guessed from its beginning;
 - a mistake is one line with the nearest valid name, and exit code 2;
 - `--help` shows a command's own options first and those inherited from the Trainer last.

@@ -54,7 +54,7 @@ class ProbeCommandArguments:
 
     _argument_group_name = "Probe"
 
-    models: list[str] = field(
+    model: list[str] = field(
         default_factory=list, metadata={"help": "Raptors and ViTs: folders or Hub ids (required)."}
     )
     reference: str | None = field(default=None, metadata={"help": "Model that retained accuracy is relative to."})
@@ -124,10 +124,10 @@ def main(argv: list[str]) -> int:
         ValueError: for wrong input.
     """
     words = ["--task", argv[0], *argv[1:]] if argv[:1] and argv[0] in TASKS else argv
-    args, images = parse("probe", [ProbeCommandArguments, ImageArguments], words, ["models"], description=__doc__)
+    args, images = parse("probe", [ProbeCommandArguments, ImageArguments], words, ["model"], description=__doc__)
     if args.task not in TASKS:
         raise UsageError(f"--task {args.task} is unknown; use one of {', '.join(TASKS)}.")
-    names = list(dict.fromkeys(([args.reference] if args.reference else []) + args.models))
+    names = list(dict.fromkeys(([args.reference] if args.reference else []) + args.model))
     if not names:
         raise UsageError("no model given; name folders or Hub ids of Raptors or ViTs.")
     if args.random_baseline and args.reference is None:

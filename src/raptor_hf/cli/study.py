@@ -47,7 +47,7 @@ class StudyArguments:
 
     _argument_group_name = "Study"
 
-    models: list[str] = field(
+    model: list[str] = field(
         default_factory=list, metadata={"help": "ViTs and Raptors: folders or Hub ids (required)."}
     )
     study: str = field(default="swaps", metadata={"help": "swaps: layers replaced; partitions: other phases."})
@@ -84,11 +84,11 @@ def main(argv: list[str]) -> int:
         ValueError: for wrong input.
     """
     words = ["--study", argv[0], *argv[1:]] if argv[:1] and argv[0] in STUDIES else argv
-    args, images = parse("study", [StudyArguments, ImageArguments], words, ["models"], description=__doc__)
+    args, images = parse("study", [StudyArguments, ImageArguments], words, ["model"], description=__doc__)
     _check(args)
     output_dir = Path(args.output_dir)
     check_finished(output_dir, args.overwrite)
-    names = list(dict.fromkeys(args.models))
+    names = list(dict.fromkeys(args.model))
     backbones = {label: load_backbone(name) for label, name in zip(short_names(names), names, strict=True)}
     dataset = load_split(images, images.eval_split, args.seed)
     if args.head == "probe" and dataset.labels is None:
@@ -224,11 +224,11 @@ def _check(args: StudyArguments) -> None:
     """
     if args.study not in STUDIES:
         raise UsageError(f"--study {args.study} is unknown; use one of {', '.join(STUDIES)}.")
-    if not args.models:
+    if not args.model:
         raise UsageError("no model given; name folders or Hub ids of ViTs or Raptors.")
     if args.head not in HEADS:
         raise UsageError(f"--head {args.head} is unknown; use one of {', '.join(HEADS)}.")
-    if args.study == "partitions" and len(set(args.models)) > 1:
+    if args.study == "partitions" and len(set(args.model)) > 1:
         raise UsageError("a study of partitions distils one teacher; name one model.")
     if args.study == "swaps" and args.num_blocks is not None and len(args.num_blocks) != 1:
         raise UsageError(f"--num_blocks {args.num_blocks}: swaps are of one partition; give one number.")

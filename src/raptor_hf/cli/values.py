@@ -154,7 +154,9 @@ def as_text(value: Any) -> str:
 
 
 class _ListAction(argparse.Action):
-    """Joins the items of all tokens of a list option; `finish` makes the field's value of them."""
+    """Joins the items of all tokens of a list option, also of one that is given again; `finish` makes the field's value
+    of them.
+    """
 
     def __init__(self, *args: Any, finish: Callable[[list[Any]], Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -163,7 +165,9 @@ class _ListAction(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
-        setattr(namespace, self.dest, self.finish([item for items in values for item in items]))
+        given = getattr(namespace, self.dest, [])
+        given = [given] if isinstance(given, str) else list(given)
+        setattr(namespace, self.dest, self.finish(given + [item for items in values for item in items]))
 
 
 def read_config(path: Path) -> dict[str, Any]:
