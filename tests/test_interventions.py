@@ -8,18 +8,24 @@ import pytest
 import torch
 
 from raptor_hf import Phases
+from raptor_hf.dynamics import angle
 from raptor_hf.interventions import (
     base_states,
     count_swaps,
     layer_swaps,
+    lyapunov_exponents,
+    measure_phase_lengths,
     measure_swaps,
     perturb,
     run_layers,
     sensitivity_curve,
     swapped_states,
 )
+from raptor_hf.interventions.perturbations import random_directions
+from raptor_hf.interventions.runs import final_norm
 
 SCHEDULE = [0, 0, 1, 1]
+SCHEDULE_REPEATS = (2, 2)
 
 
 @pytest.fixture(params=["teacher", "raptor"])
@@ -273,3 +279,110 @@ def test_perturbations_out_of_range_are_named(options, message, model, pixels):
 def test_models_without_registers_have_no_such_curve(make_teacher, pixels):
     curve = sensitivity_curve(make_teacher("vit", patch_size=14, image_size=28), [torch.randn(2, 3, 28, 28)], 0.1)
     assert set(curve.distance) == set(curve.distance["cls"]) == {"cls", "patch"}
+
+
+@pytest.fixture
+def photos():
+    """Four images, `(4, 3, 28, 28)`."""
+    return torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+
+
+def test_exponents_are_the_growth_of_displacements_through_the_model(model, photos):
+    pixel_values = photos[:3]
+    found = lyapunov_exponents(model, [pixel_values], 2, seed=3)
+    assert [len(rates) for rates in found.rates] == [4, 4]
+    assert found.exponents == pytest.approx([sum(rates) / 4 for rates in found.rates])
+    assert found.relative == pytest.approx([e - sum(found.state_growth) / 4 for e in found.exponents])
+    states = base_states(model, pixel_values)
+    norms = torch.stack([state.double().flatten(1).norm(dim=1) for state in states])
+    assert found.state_growth == pytest.approx((norms[1:] / norms[:-1]).log().mean(dim=1).tolist(), abs=1e-5)
+    assert sum(share[-1] for share in found.shares.values()) == pytest.approx(1)
+    size = 1e-2  # finite differences of the same directions, which the first rates are of
+    ratios = []
+    for number in range(3):
+        displacement = random_directions(torch.Size((1, 2 * states[0].shape[1], states[0].shape[2])), 3, number)
+        displacement = displacement[:, : states[0].shape[1]].double()
+        displacement /= displacement.norm()
+        after = [
+            run_layers(model, (states[0][number : number + 1].double() + sign * size * displacement).float(), [1])[-1]
+            for sign in (1, -1)
+        ]
+        ratios.append(((after[0] - after[1]).double().norm() / (2 * size)).log())
+    assert found.rates[0][0] == pytest.approx(float(sum(ratios) / 3), abs=2e-3)
+
+
+def test_exponents_do_not_depend_on_batches_or_the_number_of_directions(model, photos):
+    whole = lyapunov_exponents(model, [photos[:4]], 3)
+    parts = lyapunov_exponents(model, [{"pixel_values": photos[:1]}, photos[1:4]], 3)
+    assert parts.exponents == pytest.approx(whole.exponents, abs=1e-5)
+    assert parts.std == pytest.approx(whole.std, abs=1e-5)
+    assert lyapunov_exponents(model, [photos[:4]], 1).rates[0] == pytest.approx(whole.rates[0], abs=1e-5)
+    assert lyapunov_exponents(model, [photos[:1]], 1).std == [0.0]
+    json.dumps(whole.to_dict(), allow_nan=False)
+    with pytest.raises(ValueError, match="num_exponents=0, seed=0: use 1 or more"):
+        lyapunov_exponents(model, [photos], 0)
+
+
+def test_a_phase_of_another_length_is_the_run_of_those_layers(model, photos):
+    pixel_values, head = photos[:4], lambda state: state[:, 0, :2]
+    study = measure_phase_lengths(
+        model, [{"pixel_values": pixel_values, "labels": torch.tensor([0, 1, 0, 1])}], SCHEDULE_REPEATS, head=head
+    )
+    kinds = [(effect.phase, effect.offset) for effect in study.lengths]
+    assert kinds == [(phase, offset) for phase in (0, 1) for offset in (-1, 1, 2, 4)]
+    states = base_states(model, pixel_values)
+    for kind, order in {(0, -1): [1, 3, 4], (0, 2): [1, 2, 2, 2, 3, 4], (1, 1): [1, 2, 3, 4, 4]}.items():
+        final = run_layers(model, states[0], order)[-1]
+        cosine = torch.nn.functional.cosine_similarity(final, states[-1], dim=-1).mean()
+        effect = study.lengths[kinds.index(kind)]
+        assert effect.cosine["all"] == pytest.approx(float(cosine), abs=1e-6)
+        logits = head(final_norm(model, final))
+        assert effect.accuracy == float((logits.argmax(dim=1) == torch.tensor([0, 1, 0, 1])).double().mean())
+    walk = study.iterations[0]
+    assert (walk.phase, walk.layer) == (0, 2)
+    path = run_layers(model, states[2], [2] * 32)
+    turned = angle(path[4], path[5])[:, 0].mean()
+    assert walk.speed["cls"][4] == pytest.approx(float(turned), abs=1e-9)
+    norms = [state[:, 0].double().norm(dim=-1) for state in (path[0], path[-1])]
+    assert walk.norm["cls"][-1] == pytest.approx(float((norms[1] / norms[0]).mean()))
+    mean = torch.nn.functional.normalize(path[7][:, 0].double(), dim=-1).mean(dim=0)
+    assert walk.agreement["cls"][7] == pytest.approx(float(mean.norm()))
+    assert sum(walk.ends["patch"].values()) == pytest.approx(1)
+    json.dumps(study.to_dict(), allow_nan=False)
+
+
+def test_iterations_do_not_depend_on_batches(model, photos):
+    whole = measure_phase_lengths(model, [photos[:4]], SCHEDULE_REPEATS, num_iterations=5)
+    parts = measure_phase_lengths(model, [photos[:1], photos[1:4]], SCHEDULE_REPEATS, num_iterations=5)
+    assert whole.base_accuracy is None
+    for one, other in zip(whole.iterations, parts.iterations, strict=True):
+        for name in ("speed", "norm", "agreement"):
+            for group, curve in getattr(one, name).items():
+                assert curve == pytest.approx(getattr(other, name)[group], abs=1e-5)
+        assert one.ends == other.ends
+
+
+def test_a_block_that_turns_nothing_is_at_rest(make_model, photos):
+    model = make_model(block_schedule=SCHEDULE, depth_scale=False)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "blocks" in name and "layer_scale" in name:
+                weight.zero_()
+    study = measure_phase_lengths(model, [photos[:2]], SCHEDULE_REPEATS, num_iterations=5)
+    for walk in study.iterations:
+        assert walk.ends["patch"] == {"fixed": 1.0, "cycle": 0.0, "none": 0.0}
+        assert max(walk.speed["patch"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("phases", "options", "message"),
+    [
+        ((2, 1), {}, r"are not runs of layers that make up all 4 of this model; give the layers of each"),
+        (Phases.from_schedule([0, 1, 0, 1]), {}, "are not runs of layers"),
+        ((2, 2), {"offsets": (0, 1)}, r"offsets=\[0, 1\], num_iterations=32: leave 0 out"),
+        ((2, 2), {"num_iterations": 3}, "num_iterations=3: leave 0 out, use 4 or more"),
+    ],
+)
+def test_wrong_lengths_are_refused(phases, options, message, model, photos):
+    with pytest.raises(ValueError, match=message):
+        measure_phase_lengths(model, [photos], phases, **options)

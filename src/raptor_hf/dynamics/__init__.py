@@ -2,7 +2,8 @@
 
 [`measure_dynamics`] measures a stream of images; the measures themselves are functions of tensors
 ([`angular_speed`], [`stable_rank`], [`coherence`], ...). Linear pictures are [`principal_components`],
-[`dynamic_mode_decomposition`] and [`fit_span_map`]. Perturbations go through a model: `raptor_hf.interventions`.
+[`dynamic_mode_decomposition`] and [`fit_span_map`]. [`tangent_growth`] takes displacements along maps, [`recurrence`]
+looks for rest and cycles. What goes through a model is in `raptor_hf.interventions`.
 """
 
 from .flow import (
@@ -33,9 +34,12 @@ from .linear import (
     modes_of_moments,
     principal_components,
 )
+from .recurrence import MAX_PERIOD, Recurrence, recurrence
 from .spans import SPAN_METHODS, Agreement, SpanMap, SpanMapEstimator, compare_tokens, fit_span_map
+from .tangents import TangentGrowth, tangent_growth
 
 __all__ = [
+    "MAX_PERIOD",
     "QUANTILES",
     "SPAN_METHODS",
     "Agreement",
@@ -45,9 +49,11 @@ __all__ = [
     "DynamicsEstimator",
     "GroupDynamics",
     "PrincipalComponents",
+    "Recurrence",
     "SpanMap",
     "SpanMapEstimator",
     "Spread",
+    "TangentGrowth",
     "angle",
     "angular_speed",
     "angular_updates",
@@ -61,7 +67,9 @@ __all__ = [
     "modes_of_moments",
     "normalise",
     "principal_components",
+    "recurrence",
     "singular_spectrum",
     "spectrum_of_gram",
     "stable_rank",
+    "tangent_growth",
 ]

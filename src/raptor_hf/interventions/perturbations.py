@@ -73,7 +73,7 @@ def perturb(
     layout = layout_of(model)
     tokens = layout.select(hidden_states, group)
     wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
-    directions = _directions(tokens.shape, seed, first_image).to(wide)
+    directions = random_directions(tokens.shape, seed, first_image).to(wide)
     if scale == "relative":
         norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
         directions = directions / norms * torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -174,7 +174,7 @@ def sensitivity_curve(
     return Sensitivity(distance, places, eps, scale, seed, num_images)
 
 
-def _directions(shape: torch.Size, seed: int, first_image: int) -> torch.Tensor:
+def random_directions(shape: torch.Size, seed: int, first_image: int) -> torch.Tensor:
     """`N(0, I)` of shape `(batch_size, num_tokens, hidden_size)`, float32, on the CPU; keyed by seed and image."""
     images = []
     for number in range(first_image, first_image + shape[0]):

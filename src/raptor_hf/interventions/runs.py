@@ -70,6 +70,20 @@ def final_norm(model: Model, hidden_states: torch.Tensor) -> torch.Tensor:
     return model.final_norm(hidden_states) if isinstance(model, Teacher) else model.layernorm(hidden_states)
 
 
+@torch.no_grad()
+def head_hits(model: Model, final: torch.Tensor, labels: torch.Tensor | None, head: Head | None) -> int:
+    """Images whose label has the head's largest logit; 0 without a head."""
+    if head is None or labels is None:
+        return 0
+    logits = head(final_norm(model, final))
+    if logits.ndim != 2 or len(logits) != len(labels):
+        raise ValueError(
+            f"the head gave {tuple(logits.shape)} for {len(labels)} images; it must take the final LayerNorm's output "
+            "(batch_size, seq_length, hidden_size) to logits (batch_size, num_labels)."
+        )
+    return int((logits.argmax(dim=-1) == labels.to(logits.device)).sum())
+
+
 def checked_layer(model: Model, layer: Any, low: int = 1) -> int:
     """`layer`, if the model has it.
 

@@ -15,9 +15,9 @@ from .runs import (
     Model,
     base_states,
     checked_layer,
-    final_norm,
     group_cosines,
     group_sums,
+    head_hits,
     layout_of,
     num_layers_of,
     plain,
@@ -210,11 +210,11 @@ def measure_swaps(
     for pixel_values, labels in unpacked(batches, needs_labels=head is not None):
         states = base_states(model, pixel_values)
         num_images += len(pixel_values)
-        base_hits += _hits(model, states[-1], labels, head)
+        base_hits += head_hits(model, states[-1], labels, head)
         for index, (_, swap) in enumerate(chosen):
             final = swapped_states(model, states, swap)[-1]
             sums[index] += group_sums(final, states[-1], layout)
-            hits[index] += _hits(model, final, labels, head)
+            hits[index] += head_hits(model, final, labels, head)
     effects = [
         SwapEffect(scope, swap, group_cosines(sums[index], layout), hits[index] / num_images if head else None)
         for index, (scope, swap) in enumerate(chosen)
@@ -277,20 +277,6 @@ def _checked_swap(model: Model, swap: Swap) -> dict[int, int]:
     for layer in (*sources, *sources.values()):
         checked_layer(model, layer)
     return sources
-
-
-@torch.no_grad()
-def _hits(model: Model, final: torch.Tensor, labels: torch.Tensor | None, head: Head | None) -> int:
-    """Images whose label has the head's largest logit; 0 without a head."""
-    if head is None or labels is None:
-        return 0
-    logits = head(final_norm(model, final))
-    if logits.ndim != 2 or len(logits) != len(labels):
-        raise ValueError(
-            f"the head gave {tuple(logits.shape)} for {len(labels)} images; it must take the final LayerNorm's output "
-            "(batch_size, seq_length, hidden_size) to logits (batch_size, num_labels)."
-        )
-    return int((logits.argmax(dim=-1) == labels.to(logits.device)).sum())
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:
