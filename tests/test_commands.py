@@ -304,6 +304,30 @@ def test_study_of_swaps(teacher, distilled, photos, tmp_path, capsys):
     assert left == {"swaps_cosine_teacher", "swaps_cosine_raptor-k2"}
 
 
+def test_study_of_recurrence(teacher, distilled, photos, tmp_path, capsys):
+    command = ["study", "recurrence", str(teacher), str(distilled / "model"), "--dataset", str(photos)]
+    command += ["--output-dir", str(tmp_path / "rec"), "--num-blocks", "2", "--num-iterations", "4"]
+    command += ["--image-size", "28", "--num-pushed", "2"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "At rest" in capsys.readouterr().out
+    records = results(tmp_path / "rec")["studies"]["recurrence"]
+    assert list(records) == ["teacher", "raptor-k2"]
+    for record in records.values():
+        assert len(record["iterations"]) == len(record["spans"]["phases"]) == 2
+        assert all(effect["accuracy"] is not None for effect in record["lengths"])
+        assert len(record["exponents"]["exponents"]) == 3
+    pictures = {path.stem for path in (tmp_path / "rec" / "figures").iterdir()}
+    kinds = ("lengths_accuracy", "lengths_cosine", *(f"iterations_{key}" for key in study_report.ITERATION_CURVES))
+    expected = {f"{kind}_{name}" for kind in kinds for name in ("teacher", "raptor-k2")}
+    assert pictures == expected | {"exponents", "exponent_shares"}
+    assert "Phases as one map" in (tmp_path / "rec" / "report.html").read_text()
+    bare = [*command, "--overwrite", "--head", "none", "--num-exponents", "0", "--repeats", "1", "3"]
+    assert main(bare) == 0
+    record = results(tmp_path / "rec")["studies"]["recurrence"]["teacher"]
+    assert (record["phases"], record["base_accuracy"], record["exponents"]) == ([1, 3], None, None)
+    assert "lengths_accuracy_teacher" not in {path.stem for path in (tmp_path / "rec" / "figures").iterdir()}
+
+
 def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
     command = ["study", "partitions", str(teacher), "--dataset", str(photos), "--image-size", "28", "--num-blocks", "2"]
     command += ["--output-dir", str(tmp_path / "cuts"), "--distill-steps", "2", "--distill-batch-size", "4"]
@@ -332,7 +356,9 @@ def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
     ("options", "message"),
     [
         (["partitions", "x", "y"], "distils one teacher"),
-        (["swaps", "x", "--num-blocks", "2", "3"], "swaps are of one partition"),
+        (["swaps", "x", "--num-blocks", "2", "3"], "a study of swaps is of one partition"),
+        (["recurrence", "x", "--num-iterations", "3"], "--num_iterations 3 is below 4"),
+        (["recurrence", "x", "--ridge", "0"], "--ridge 0.0 is not a size"),
         (["partitions", "x", "--num-blocks", "0"], "give numbers of at least 1"),
         (["partitions", "x", "--num-seeds", "0"], "--num_seeds 0 is below 1"),
         (["partitions", "x", "--distill-steps", "-1"], "--distill_steps -1 is negative"),

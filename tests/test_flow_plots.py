@@ -33,6 +33,14 @@ def test_curves_stand_at_their_layers(of_states, first):
     assert axes.get_xlabel() == ("state" if of_states else "layer")
 
 
+def test_curves_of_other_names_and_axes():
+    figure = flow_figure({"a": {"direction 1": [1, 2], "direction 2": [2, 3]}}, "growth", xlabel="applications")
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "applications"
+    assert legend(figure) == ["direction 1", "direction 2"]
+    assert len({line.get_color() for line in axes.lines}) == 2
+
+
 def test_models_stand_side_by_side_on_one_scale_and_four_in_two_rows():
     figure = flow_figure({"a": CURVES, "b": {"registers": [5, None, 9]}}, "norm", title="flow")
     assert [axes.get_title() for axes in figure.axes] == ["a", "b"]

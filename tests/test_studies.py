@@ -7,15 +7,24 @@ import pytest
 import torch
 
 from raptor_hf import DistillationArguments, Phases, find_phases, layer_similarity
-from raptor_hf.dynamics import angle, measure_dynamics
-from raptor_hf.interventions import base_states, layer_swaps, measure_swaps, sensitivity_curve
+from raptor_hf.dynamics import angle, fit_span_map, measure_dynamics
+from raptor_hf.interventions import (
+    base_states,
+    layer_swaps,
+    lyapunov_exponents,
+    measure_phase_lengths,
+    measure_swaps,
+    sensitivity_curve,
+)
 from raptor_hf.studies import (
     boundary_stability,
     compare_flows,
     distil_partitions,
+    measure_span_maps,
     partition_schemes,
     partition_scores,
     study_dynamics,
+    study_recurrence,
     study_swaps,
 )
 
@@ -177,3 +186,65 @@ def test_partitions_are_distilled_once_and_gone_on_with(teacher, digits, tmp_pat
     again = distil_partitions(teacher, schemes, arguments, digits, digits, tmp_path, lambda model: 0.5, seeds=(0, 1))
     assert again == records
     assert len(calls) == 5
+
+
+def cls_head(last_hidden_state):
+    return last_hidden_state[:, 0, :2]
+
+
+def test_recurrence_is_its_parts(make_model, batches):
+    model = make_model(block_schedule=[0, 0, 1])
+    record = study_recurrence(model, batches, (2, 1), num_iterations=4, num_pushed=4, num_exponents=2, head=cls_head)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    study = measure_phase_lengths(model, batches, (2, 1), num_iterations=4, head=cls_head).to_dict()
+    assert {key: record[key] for key in study} == study
+    images = torch.cat([batch["pixel_values"] for batch in batches])[:4]
+    expected = lyapunov_exponents(model, [images], 2)
+    assert record["exponents"]["exponents"] == pytest.approx(expected.exponents, abs=1e-5)
+    assert record["exponents"]["num_images"] == 4
+    assert record["spans"] == measure_span_maps(model, batches, (2, 1), head=cls_head)
+    bare = study_recurrence(model, batches, (2, 1), num_iterations=4, num_exponents=0, ridge=None)
+    assert (bare["exponents"], bare["spans"], bare["base_accuracy"]) == (None, None, None)
+    with pytest.raises(ValueError, match="num_exponents=-1, num_pushed=8"):
+        study_recurrence(model, batches, (2, 1), num_exponents=-1)
+
+
+def test_maps_of_spans_are_tried_on_other_images(make_model, batches):
+    model = make_model(block_schedule=[0, 0, 1])
+    found = measure_span_maps(model, batches, (2, 1), head=cls_head)
+    images = torch.cat([batch["pixel_values"] for batch in batches])
+    labels = torch.cat([batch["labels"] for batch in batches])[1::2]
+    states = [state.detach() for state in base_states(model, images)]
+    assert found["num_images"] == 2
+    span = [state[::2, 5:] for state in states[:3]]
+    ridge = 0.1 * float(span[0].double().square().sum()) / 32
+    chosen = fit_span_map(span, ridge)
+    agreement = chosen.evaluate(states[0][1::2, 5:], states[2][1::2, 5:])
+    for method, values in agreement.items():
+        entry = found["phases"][0]["state"][method]["patch"]
+        assert entry["cosine"] == pytest.approx(values.cosine, abs=1e-5)
+        assert entry["relative_error"] == pytest.approx(values.relative_error, abs=1e-5)
+    final = found["phases"][0]["final"]["identity"]
+    skipped = model.apply_layer(states[0][1::2], 3).detach()
+    cosine = torch.cosine_similarity(skipped[:, 0], states[3][1::2, 0], dim=-1).mean()
+    assert final["cosine"]["cls"] == pytest.approx(float(cosine), abs=1e-5)
+    hits = cls_head(model.layernorm(skipped)).argmax(dim=-1) == labels
+    assert final["accuracy"] == float(hits.float().mean())
+    base = cls_head(model.layernorm(states[3][1::2])).argmax(dim=-1) == labels
+    assert found["base_accuracy"] == float(base.float().mean())
+    last = found["phases"][1]
+    assert last["final"]["step"]["cosine"]["patch"] == pytest.approx(last["state"]["step"]["patch"]["cosine"])
+
+
+def test_maps_of_spans_do_not_depend_on_batches_and_need_two_images(make_model, batches):
+    model = make_model(block_schedule=[0, 0, 1])
+    images = torch.cat([batch["pixel_values"] for batch in batches])
+    whole = measure_span_maps(model, [images], (2, 1))
+    parts = measure_span_maps(model, list(images.split(1)), (2, 1))
+    for one, other in zip(whole["phases"], parts["phases"], strict=True):
+        for method, groups in one["state"].items():
+            for group, values in groups.items():
+                assert values == pytest.approx(other["state"][method][group], abs=1e-4)
+    assert measure_span_maps(model, [images[:1]], (2, 1)) is None
+    with pytest.raises(ValueError, match="are not runs of layers that make up all 3"):
+        measure_span_maps(model, [images], (2, 2))

@@ -3,10 +3,13 @@
 from raptor_hf.study_report import (
     FLOW_HEADER,
     PHASES_HEADER,
+    RECURRENCE_HEADER,
     SWAPS_HEADER,
     dynamics_section,
     flow_rows,
     phases_rows,
+    recurrence_rows,
+    recurrence_section,
     similarities_blocks,
     studies_section,
     swap_rows,
@@ -36,7 +39,7 @@ def test_swaps_come_down_to_a_row_per_scope_and_number():
 
 
 def test_results_without_studies_have_no_such_section():
-    assert dynamics_section({}) == studies_section({"studies": {}}) == []
+    assert dynamics_section({}) == studies_section({"studies": {}}) == recurrence_section({}) == []
 
 
 def test_phases_of_several_models_are_a_picture_and_a_table():
@@ -52,3 +55,34 @@ def test_phases_of_several_models_are_a_picture_and_a_table():
     (picture,) = similarities_blocks({"teacher": {"name": "a"}, "phases": vit})  # whose table is there already
     assert "Similarity of layers by token group" in str(picture)
     assert similarities_blocks({"phases": {"similarity": matrix, "partitions": {}}}) == []  # a run before 0.1
+
+
+def test_recurrence_comes_down_to_a_row_per_phase_and_token_group():
+    walk = {"ends": {"cls": {"fixed": 0.25, "cycle": 0.5, "none": 0.25}}, "speed": {"cls": [0.3, 0.01]}}
+    walk["agreement"] = {"cls": [0.5, 0.6, 0.7]}
+    methods = dict.fromkeys(("step", "endpoint", "identity"))
+    maps = {
+        "state": {method: {"cls": {"cosine": 0.1 * n}} for n, method in enumerate(methods, start=1)},
+        "final": {method: {"cosine": {"cls": 0.1 * n}} for n, method in enumerate(methods, start=4)},
+    }
+    record = {"phases": [2, 1], "iterations": [{**walk, "phase": 0}, {**walk, "phase": 1}]}
+    rows = recurrence_rows({"a": {**record, "spans": {"phases": [maps, maps]}}, "b": {**record, "spans": None}})
+    expected = [
+        "a",
+        "1-2",
+        "cls",
+        "0.25",
+        "0.50",
+        "0.010",
+        "0.700",
+        "0.100",
+        "0.200",
+        "0.300",
+        "0.400",
+        "0.500",
+        "0.600",
+    ]
+    assert rows[0] == expected
+    assert rows[3][:3] == ["b", "3", "cls"]
+    assert rows[3][-6:] == ["–"] * 6
+    assert {len(row) for row in rows} == {len(RECURRENCE_HEADER)}

@@ -5,7 +5,7 @@ state `l` to `l + 1` at `l + 1`, the layer that makes it. A phase boundary behin
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,16 +47,19 @@ def flow_figure(
     title: str | None = None,
     of_states: bool = False,
     log: bool = False,
+    xlabel: str | None = None,
 ) -> "Figure":
     """One value per layer and token group, models side by side on one scale (arXiv 2512.19941, Fig. 8 to 12).
 
     Args:
         models (mapping of name to mapping of group to curve): a curve is a sequence of numbers (None leaves a gap), or
-            a mapping with `"mean"` and, drawn as a band, `"low"` and `"high"`.
+            a mapping with `"mean"` and, drawn as a band, `"low"` and `"high"`. Curves of other names than those of
+            token groups are told apart by their order.
         ylabel (`str`): name and unit of the value.
         boundaries (mapping of name to sequence of int, *optional*): last layer of each phase but the final one.
         of_states (`bool`): curves start at state 0; else at layer 1.
         log (`bool`): logarithmic scale; values that are not above 0 leave gaps.
+        xlabel (`str`, *optional*): what is counted, if neither states nor layers.
 
     Raises:
         ValueError: if there is no model, or none of the curves has a value that can be drawn.
@@ -69,18 +72,20 @@ def flow_figure(
     for axes, (name, curves) in zip(grid, drawn.items(), strict=False):
         length = max(len(mean) for mean, _ in curves.values())
         places = np.arange(length) + (0 if of_states else 1)
+        looks = _curve_styles(curves)
         for group, (mean, band) in curves.items():
-            look: dict[str, Any] = {"linewidth": 1.6, "markersize": 4, **_group_style(group)}
+            look: dict[str, Any] = {**looks[group], "linewidth": 1.6, "markersize": 4}
             (handles[group],) = axes.plot(places, mean, **look)
             if band is not None:
                 axes.fill_between(places, *band, color=look["color"], alpha=0.16, linewidth=0)
         for boundary in (boundaries or {}).get(name, ()):
             handles[PHASE_BOUNDARY] = axes.axvline(boundary + 0.5, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
-        ticks = layer_ticks(int(places[-1]))
+        ticks = layer_ticks(int(places[-1]), most=12)
         axes.set(xlim=(places[0] - 0.5, places[-1] + 0.5), xticks=[0, *ticks] if of_states else ticks)
         if log:
             _log_scale(axes)
-        set_labels(axes, "state" if of_states else "layer", "", name if len(drawn) > 1 else None)
+        label = xlabel or ("state" if of_states else "layer")
+        set_labels(axes, label, "", name if len(drawn) > 1 else None)
     figure.supylabel(plain_text(ylabel), fontsize=10, color=INK)
     _finish(figure, handles, title)
     return figure
@@ -197,6 +202,12 @@ def _log_scale(axes: "Axes") -> None:
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Those of token groups, and for other names one by their order."""
+    others = [name for name in names if name not in GROUP_STYLES]
+    return {**GROUP_STYLES, **{name: line_style(index) for index, name in enumerate(others)}}
 
 
 def _group_style(group: str) -> dict[str, Any]:

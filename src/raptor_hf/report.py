@@ -21,7 +21,13 @@ from .results import (
     without_folders,
     write_file,
 )
-from .study_report import dynamics_section, partitions_section, similarities_blocks, studies_section
+from .study_report import (
+    dynamics_section,
+    partitions_section,
+    recurrence_section,
+    similarities_blocks,
+    studies_section,
+)
 from .tokens import TOKEN_GROUPS, schedule_segments
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -196,6 +202,7 @@ _SECTIONS = {
     "Training": _training_section,
     "Partitions": partitions_section,
     "Layer swaps": studies_section,
+    "Recurrence": recurrence_section,
     "Dynamics": dynamics_section,
     "Environment": _environment_section,
     "Load the model": _usage_section,

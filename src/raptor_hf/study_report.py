@@ -27,9 +27,18 @@ FLOW_PATHS = {
     "perturbed": "mean direction of perturbed and untouched runs; open marker: where a path starts",
 }
 SWAP_VALUES = {"accuracy": ("top-1 accuracy (%)", 100), "cosine": ("cosine with the untouched last state", 1)}
+# Curves of an iteration past the end of a phase: axis, whether the first is of no application, logarithmic scale.
+ITERATION_CURVES = {
+    "speed": ("angle of an application (rad)", False, True),
+    "agreement": ("agreement of the images", True, False),
+    "norm": ("norm / norm behind the phase", True, True),
+}
 PHASES_HEADER = "Model|Type|Tokens|Blocks|Phases|Score".split("|")
 PARTITIONS_HEADER = "Blocks|Partition|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
+RECURRENCE_HEADER = (
+    "Model|Phase|Tokens|At rest|Cycle|Turn|Agreement|Step map|Map of ends|No map|Last: step map|Last: map of ends|Last: no map"
+).split("|")
 FLOW_HEADER = (
     "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last)|Coherence peak|Median modulus|Spectral radius"
 ).split("|")
@@ -222,3 +231,82 @@ def studies_section(results: dict[str, Any]) -> list[Block]:
     if records:
         blocks.append(table_block("Layers replaced; means and sigma over swaps", swap_rows(records), SWAPS_HEADER))
     return blocks
+
+
+def recurrence_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """`results["studies"]["recurrence"]` as rows of text under `RECURRENCE_HEADER`, one per model, phase and group.
+
+    Shares of tokens that end at a fixed direction and in a cycle, angle in radians of the last application and
+    agreement of the images behind it, cosine of each map with the state behind the phase, and with the last state.
+    """
+    rows = []
+    for name, record in records.items():
+        for walk in record["iterations"]:
+            maps = record["spans"]["phases"][walk["phase"]] if record["spans"] else {}
+            for group in walk["speed"]:
+                ends = walk["ends"][group]
+                row = [name, _phase_name(record, walk["phase"]), group, f"{ends['fixed']:.2f}", f"{ends['cycle']:.2f}"]
+                row += [
+                    as_number(walk["speed"][group][-1], form=".3f"),
+                    as_number(walk["agreement"][group][-1], form=".3f"),
+                ]
+                cosines = [groups[group]["cosine"] for groups in maps.get("state", {}).values()]
+                cosines += [entry["cosine"][group] for entry in maps.get("final", {}).values()]
+                rows.append([*row, *(as_number(value, form=".3f") for value in cosines or [None] * 6)])
+    return rows
+
+
+def recurrence_section(results: dict[str, Any]) -> list[Block]:
+    """Whether each phase is one recurrent map (beyond the paper)."""
+    records: dict[str, Any] = (results.get("studies") or {}).get("recurrence") or {}
+    blocks = []
+    for name, record in records.items():
+        stem = re.sub(r"[^\w.-]+", "_", name)
+        for key, (label, scale) in SWAP_VALUES.items():
+            values: dict[str, dict[int, list[float]]] = {}
+            for effect in record["lengths"]:
+                value = effect["cosine"]["all"] if key == "cosine" else effect[key]
+                if value is not None:
+                    series = values.setdefault(f"layers {_phase_name(record, effect['phase'])}", {})
+                    series[effect["offset"]] = [scale * value]
+            if values:
+                base = record["base_accuracy"] if key == "accuracy" else 1.0
+                reference = ("untouched model", scale * base)
+                figure = study_plots.runs_figure(values, "applications more than the model's", label, reference)
+                blocks.append(figure_block(f"lengths_{key}_{stem}", figure, f"{name}: a phase shorter or longer"))
+        for key, (label, of_states, log) in ITERATION_CURVES.items():
+            curves = {f"layers {_phase_name(record, walk['phase'])}": walk[key] for walk in record["iterations"]}
+            if any(value for groups in curves.values() for curve in groups.values() for value in curve):
+                figure = flow_plots.flow_figure(
+                    curves, label, of_states=of_states, log=log, xlabel="applications past the end"
+                )
+                caption = f"{name}: the last layer of each phase, applied again and again"
+                blocks.append(figure_block(f"iterations_{key}_{stem}", figure, caption))
+    blocks += _exponent_blocks(records)
+    if records:
+        caption = "Phases as one map: at rest after the last application, and maps fitted on other images (cosines)"
+        blocks.append(table_block(caption, recurrence_rows(records), RECURRENCE_HEADER))
+    return blocks
+
+
+def _exponent_blocks(records: Mapping[str, Mapping[str, Any]]) -> list[Block]:
+    found = {name: record["exponents"] for name, record in records.items() if record["exponents"]}
+    if not found:
+        return []
+    boundaries = {name: flow_plots.phase_boundaries(records[name]["phases"]) for name in found}
+    rates = {
+        name: {f"direction {number}": rate for number, rate in enumerate(entry["rates"], start=1)}
+        | {"norm of the state": entry["state_growth"]}
+        for name, entry in found.items()
+    }
+    figure = flow_plots.flow_figure(rates, "growth (nats / layer)", boundaries)
+    blocks = [figure_block("exponents", figure, "Growth of displacements that are followed from the embeddings on")]
+    shares = {name: entry["shares"] for name, entry in found.items()}
+    figure = flow_plots.flow_figure(shares, "share of direction 1", boundaries)
+    return [*blocks, figure_block("exponent_shares", figure, "Where the displacement that grows most lies")]
+
+
+def _phase_name(record: Mapping[str, Any], phase: int) -> str:
+    last = sum(record["phases"][: phase + 1])
+    first = last - record["phases"][phase] + 1
+    return f"{first}" if first == last else f"{first}-{last}"

@@ -1,7 +1,7 @@
 """Arguments that several commands share, and how they become a teacher and images."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -201,3 +201,24 @@ def push_and_report(folder: str | Path, repo_id: str, **options: Any) -> int:
         return 1
     note(commit.pr_url or commit.commit_url)
     return 0
+
+
+def check_ranges(args: Any, at_least: Mapping[int, Sequence[str]], above_zero: Sequence[str] = ()) -> None:
+    """Refuses numbers that are out of range; fields that are `None` are left out.
+
+    Args:
+        args: a dataclass of numbers.
+        at_least (mapping of int to names): the smallest allowed value of each field.
+        above_zero (sequence of str): fields of positive, finite numbers.
+
+    Raises:
+        UsageError: for the first that is.
+    """
+    for low, names in at_least.items():
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < low:
+                raise UsageError(f"--{name} {value} is {'negative' if low == 0 else f'below {low}'}.")
+    for name in above_zero:
+        if not 0 < getattr(args, name) < float("inf"):
+            raise UsageError(f"--{name} {getattr(args, name)} is not a size; give a number above 0, such as 0.1.")

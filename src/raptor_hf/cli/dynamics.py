@@ -15,7 +15,7 @@ from ..studies import compare_flows, study_dynamics
 from ..study_report import FLOW_HEADER, flow_rows
 from ..vision_models import public_name
 from .backbones import load_backbone, short_names
-from .common import ImageArguments, check_finished, load_split, make_way, to_pixels
+from .common import ImageArguments, check_finished, check_ranges, load_split, make_way, to_pixels
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
@@ -98,15 +98,9 @@ def _check(args: DynamicsArguments, names: list[str]) -> None:
     """
     if not names:
         raise UsageError("no model given; name folders or Hub ids of ViTs or Raptors.")
-    for name in ("num_blocks", "rank", "batch_size"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name} {getattr(args, name)} is below 1.")
-    for name in ("num_classes", "num_perturbed", "seed", "num_workers"):
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name} {getattr(args, name)} is negative.")
-    for name in ("epsilon", "path_epsilon"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise UsageError(f"--{name} {getattr(args, name)} is not a size; give a number above 0, such as 0.1.")
+    check_ranges(args, {
+        0: ("num_classes", "num_perturbed", "seed", "num_workers"), 1: ("num_blocks", "rank", "batch_size")
+    }, above_zero=("epsilon", "path_epsilon"))  # fmt: skip
     if args.epsilon_scale not in EPS_SCALES:
         raise UsageError(f"--epsilon_scale {args.epsilon_scale} is unknown; use one of {', '.join(EPS_SCALES)}.")
 

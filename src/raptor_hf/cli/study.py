@@ -2,6 +2,9 @@
 
 `raptor-hf study partitions TEACHER`: score against the number of blocks, how surely boundaries are found, and Raptors
 of the max-cut beside those of random partitions.
+
+`raptor-hf study recurrence MODEL [MODEL ...]`: phases shorter, longer and past their end, linear maps in their place,
+exponents.
 """
 
 import dataclasses
@@ -26,17 +29,31 @@ from ..probes import IMAGE_CLASSIFICATION, LinearProbe, ProbeArguments
 from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..similarity import layer_similarity
-from ..studies import boundary_stability, distil_partitions, partition_schemes, partition_scores, study_swaps
-from ..study_report import PARTITIONS_HEADER, SWAPS_HEADER, partition_rows, swap_rows
+from ..studies import (
+    boundary_stability,
+    distil_partitions,
+    partition_schemes,
+    partition_scores,
+    study_recurrence,
+    study_swaps,
+)
+from ..study_report import (
+    PARTITIONS_HEADER,
+    RECURRENCE_HEADER,
+    SWAPS_HEADER,
+    partition_rows,
+    recurrence_rows,
+    swap_rows,
+)
 from ..teachers import Teacher
 from ..vision_models import public_name
 from .backbones import load_backbone, short_names
-from .common import ImageArguments, check_finished, load_split, make_way, to_pixels
+from .common import ImageArguments, check_finished, check_ranges, load_split, make_way, to_pixels
 from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
 
-STUDIES = ("swaps", "partitions")
+STUDIES = ("swaps", "partitions", "recurrence")
 SETTINGS_FILE = "settings.json"
 HEADS = ("probe", "none")
 
@@ -50,9 +67,12 @@ class StudyArguments:
     model: list[str] = field(
         default_factory=list, metadata={"help": "ViTs and Raptors: folders or Hub ids (required)."}
     )
-    study: str = field(default="swaps", metadata={"help": "swaps: layers replaced; partitions: other phases."})
+    study: str = field(
+        default="swaps",
+        metadata={"help": "swaps: layers replaced; partitions: other phases; recurrence: a phase as one map."},
+    )
     num_blocks: list[int] | None = field(
-        default=None, metadata={"help": "Phases of a ViT; default 3 for swaps, 2 3 4 for partitions."}
+        default=None, metadata={"help": "Phases of a ViT; default 2 3 4 for partitions, else 3."}
     )
     repeats: list[int] | None = field(default=None, metadata={"help": "Layers of each phase, in place of found ones."})
     num_swapped: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Layers replaced at once."})
@@ -63,6 +83,11 @@ class StudyArguments:
         default="probe",
         metadata={"help": "probe (linear, of the training split; needs labels), or none."},
     )
+    num_iterations: int = field(default=32, metadata={"help": "Applications past the end of a phase."})
+    tolerance: float = field(default=1e-2, metadata={"help": "Angle in radians that counts as being at rest."})
+    ridge: float = field(default=0.1, metadata={"help": "Relative penalty of the linear map of a phase."})
+    num_exponents: int = field(default=3, metadata={"help": "Directions whose growth is followed; 0 for none."})
+    num_pushed: int = field(default=8, metadata={"help": "Images of the exponents, the first ones."})
     num_random: int = field(default=3, metadata={"help": "Random partitions of each kind and number of blocks."})
     num_seeds: int = field(default=1, metadata={"help": "Raptors distilled of each partition."})
     distill_steps: int = field(default=300, metadata={"help": "Steps of a distillation; 0 for none, the scores alone."})
@@ -99,6 +124,11 @@ def main(argv: list[str]) -> int:
     if args.study == "swaps":
         records["swaps"] = {label: _swaps(label, *backbones[label], dataset, args, images) for label in backbones}
         header, rows = SWAPS_HEADER, swap_rows(records["swaps"])
+    elif args.study == "recurrence":
+        records["recurrence"] = {
+            label: _recurrence(label, *backbones[label], dataset, args, images) for label in backbones
+        }
+        header, rows = RECURRENCE_HEADER, recurrence_rows(records["recurrence"])
     else:
         ((label, (teacher, _)),) = backbones.items()
         records["partitions"] = _partitions(label, teacher, dataset, args, images)
@@ -124,19 +154,41 @@ def _swaps(
 ) -> dict[str, Any]:
     loader = _loader(to_pixels(dataset, processor, images.image_size), args)
     head = _head(model, processor, label, dataset, args, images)
-    if args.repeats is not None:
-        phases = Phases.from_repeats(args.repeats)
-    elif isinstance(model, RaptorModel):
-        schedule: Any = model.config.block_schedule
-        phases = Phases.from_schedule(schedule)
-    else:
-        (count,) = args.num_blocks or [3]
-        with status("comparing layers"):
-            phases = find_phases(layer_similarity(_states(model, loader)), min(count, model.num_layers))
+    phases = _phases(model, loader, args)
     with status(f"swapping layers of {label}, phases {phases}"):
         return study_swaps(
             model, loader, phases, num_swapped=args.num_swapped, max_swaps=args.max_swaps, seed=args.seed, head=head
         )
+
+
+def _recurrence(
+    label: str,
+    model: RaptorModel | Teacher,
+    processor: Any,
+    dataset: ImageDataset,
+    args: StudyArguments,
+    images: ImageArguments,
+) -> dict[str, Any]:
+    loader = _loader(to_pixels(dataset, processor, images.image_size), args)
+    head = _head(model, processor, label, dataset, args, images)
+    phases = _phases(model, loader, args)
+    with status(f"applying the phases {phases} of {label} beyond their length"):
+        return study_recurrence(
+            model, loader, phases, num_iterations=args.num_iterations, tolerance=args.tolerance, ridge=args.ridge,
+            num_exponents=args.num_exponents, num_pushed=args.num_pushed, seed=args.seed, head=head,
+        )  # fmt: skip
+
+
+def _phases(model: RaptorModel | Teacher, loader: DataLoader, args: StudyArguments) -> Phases:
+    """Those that are given, a Raptor's own, or those that are found in a ViT."""
+    if args.repeats is not None:
+        return Phases.from_repeats(args.repeats)
+    if isinstance(model, RaptorModel):
+        schedule: Any = model.config.block_schedule
+        return Phases.from_schedule(schedule)
+    (count,) = args.num_blocks or [3]
+    with status("comparing layers"):
+        return find_phases(layer_similarity(_states(model, loader)), min(count, model.num_layers))
 
 
 def _partitions(
@@ -230,16 +282,17 @@ def _check(args: StudyArguments) -> None:
         raise UsageError(f"--head {args.head} is unknown; use one of {', '.join(HEADS)}.")
     if args.study == "partitions" and len(set(args.model)) > 1:
         raise UsageError("a study of partitions distils one teacher; name one model.")
-    if args.study == "swaps" and args.num_blocks is not None and len(args.num_blocks) != 1:
-        raise UsageError(f"--num_blocks {args.num_blocks}: swaps are of one partition; give one number.")
+    if args.study != "partitions" and args.num_blocks is not None and len(args.num_blocks) != 1:
+        raise UsageError(
+            f"--num_blocks {args.num_blocks}: a study of {args.study} is of one partition; give one number."
+        )
     if args.num_blocks is not None and min(args.num_blocks, default=0) < 1:
         raise UsageError(f"--num_blocks {args.num_blocks}: give numbers of at least 1, such as 2 3 4.")
-    for name in ("distill_steps", "num_random", "seed"):
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name} {getattr(args, name)} is negative.")
-    for name in ("batch_size", "max_swaps", "num_seeds", "distill_batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UsageError(f"--{name} {getattr(args, name)} is below 1.")
+    check_ranges(args, {
+        0: ("distill_steps", "num_random", "seed", "num_exponents", "num_workers"),
+        1: ("batch_size", "max_swaps", "num_seeds", "distill_batch_size", "num_pushed"),
+        4: ("num_iterations",),
+    }, above_zero=("ridge", "tolerance"))  # fmt: skip
     if not args.num_swapped or min(args.num_swapped) < 1:
         raise UsageError(f"--num_swapped {args.num_swapped}: replace at least one layer, such as 1 2 3.")
 

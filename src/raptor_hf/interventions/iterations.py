@@ -120,7 +120,7 @@ def measure_phase_lengths(
         ValueError: if the phases are not those of the model or not contiguous, an argument is out of range, there is no
             image, or labels are missing.
     """
-    repeats = _checked_phases(model, phases)
+    repeats = checked_phases(model, phases)
     if 0 in offsets or num_iterations < 4:
         raise ValueError(f"offsets={list(offsets)}, num_iterations={num_iterations}: leave 0 out, use 4 or more.")
     layout = layout_of(model)
@@ -194,7 +194,12 @@ class _Walk:
         }
 
 
-def _checked_phases(model: Model, phases: Phases | Sequence[int]) -> list[int]:
+def checked_phases(model: Model, phases: Phases | Sequence[int]) -> list[int]:
+    """Layers of each phase, if the phases are runs that make up the model's depth.
+
+    Raises:
+        ValueError: if not.
+    """
     phases = phases if isinstance(phases, Phases) else Phases.from_repeats(phases)
     num_layers = num_layers_of(model)
     if not phases.is_contiguous or len(phases.block_schedule) != num_layers:

@@ -117,6 +117,16 @@ def unpacked(batches: Iterable[Batch], needs_labels: bool) -> Iterator[tuple[tor
         raise ValueError("no batch of images was given; is the evaluation set empty?")
 
 
+def first_images(batches: Iterable[Batch], count: int) -> list[torch.Tensor]:
+    """Pixel values of the first `count` images, as batches; no batch behind them is read."""
+    images: list[torch.Tensor] = []
+    for pixel_values, _ in unpacked(batches, needs_labels=False):
+        images.append(pixel_values[: count - sum(map(len, images))])
+        if sum(map(len, images)) >= count:
+            break
+    return images
+
+
 def group_sums(final: torch.Tensor, base: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
     """Number of tokens and sum of their cosines between two states, per token group: `(num_groups, 2)`, float64, on the
     CPU. Computed in float64, since `1 - cos` of a small perturbation is beyond float32.

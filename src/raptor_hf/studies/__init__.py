@@ -2,14 +2,17 @@
 
 from .flow import compare_flows, study_dynamics
 from .partitions import boundary_stability, distil_partitions, partition_schemes, partition_scores
+from .recurrence import measure_span_maps, study_recurrence
 from .swaps import study_swaps
 
 __all__ = [
     "boundary_stability",
     "compare_flows",
     "distil_partitions",
+    "measure_span_maps",
     "partition_schemes",
     "partition_scores",
     "study_dynamics",
+    "study_recurrence",
     "study_swaps",
 ]

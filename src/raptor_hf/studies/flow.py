@@ -7,7 +7,7 @@ import torch
 
 from ..dynamics import Dynamics, DynamicsEstimator, angle, normalise, principal_components
 from ..interventions import Batch, Model, base_states, perturb, sensitivity_curve
-from ..interventions.runs import layout_of, num_layers_of, plain, unpacked
+from ..interventions.runs import first_images, layout_of, num_layers_of, plain, unpacked
 from ..phases import find_phases
 from ..similarity import layer_similarity
 from ..teachers import Teacher
@@ -74,7 +74,7 @@ def study_dynamics(
         "paths": {"classes": _class_paths(dynamics)},
     }
     if num_perturbed > 0:
-        images = _first_images(batches, num_perturbed)
+        images = first_images(batches, num_perturbed)
         curve = sensitivity_curve(model, images, epsilon, scale=epsilon_scale, seed=seed)
         record["sensitivity"] = curve.to_dict()
         record["paths"]["perturbed"] = _perturbed_paths(model, images, path_epsilon, seed)
@@ -109,15 +109,6 @@ def compare_flows(reference: Model, model: Model, batches: Iterable[Batch]) -> d
                 sums[row, number] += angles.mean(dim=1).sum().cpu()
         num_images += len(pixel_values)
     return {group: (row / num_images).tolist() for group, row in zip(layout.groups, sums, strict=True)}
-
-
-def _first_images(batches: Iterable[Batch], count: int) -> list[torch.Tensor]:
-    images: list[torch.Tensor] = []
-    for pixel_values, _ in unpacked(batches, needs_labels=False):
-        images.append(pixel_values[: count - sum(map(len, images))])
-        if sum(map(len, images)) >= count:
-            break
-    return images
 
 
 def _class_paths(dynamics: Dynamics) -> dict[str, Any]:
