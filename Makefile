@@ -34,8 +34,8 @@ check: $(STAMP) ## lint, formatting, types, layering, README tree
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_repository.py
 
-bench: $(STAMP) ## time forward pass, training step and activation cache beside their alternatives, half an hour on two cores
-	for name in inference training_step activation_cache; do $(BIN)/python benchmarks/$$name.py --output runs/$$name.json $(ARGS) || exit 1; done
+bench: $(STAMP) ## time forward pass, training step, activation cache and flow beside their alternatives, an hour on two cores
+	for name in inference training_step activation_cache dynamics; do $(BIN)/python benchmarks/$$name.py --output runs/$$name.json $(ARGS) || exit 1; done
 
 cards: $(STAMP) ## render the cards in model_cards from the recorded results
 	for name in raptor-k2 raptor-k3; do $(BIN)/raptor-hf card model_cards/$$name --results examples/quickstart $(ARGS) || exit 1; done

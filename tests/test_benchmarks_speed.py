@@ -243,6 +243,27 @@ def test_steps_that_read_states_stand_beside_steps_that_compute_them(timing, mon
     assert "tiny, batch 2, float32, blocks: 0.00 MB per image" in capsys.readouterr().out
 
 
+def test_dynamics_are_timed_beside_the_passes_that_they_measure(timing, tmp_path, capsys):
+    benchmark = importlib.import_module("dynamics")
+    teacher = timing.make_teacher(timing.SHAPES["tiny"])
+    batches = list(torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0)).split(2))
+    assert benchmark.passes(teacher, batches, None)() is None
+    flow, ranked = (benchmark.passes(teacher, batches, ranks)().to_dict() for ranks in (False, True))
+    assert flow["num_images"] == ranked["num_images"] == 3
+    assert "effective_rank" not in flow["groups"]["cls"]
+    assert "effective_rank" in ranked["groups"]["cls"]
+    command = [*TRY, "--dtypes", "float32", "--images", "3", "--output", str(tmp_path / "out.json")]
+    assert benchmark.main(command) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["what"], row["against"], row["images"], row["pairs"]) for row in rows] == [
+        ("flow", "forward passes", 3, 3), ("flow and ranks", "forward passes", 3, 3)
+    ]  # fmt: skip
+    assert "flow and ranks" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        benchmark.main([*TRY, "--images", "1"])
+    assert "--images 1: ranks need updates" in capsys.readouterr().err
+
+
 def test_memory_is_that_of_a_process_of_its_own(training_step, monkeypatch):
     monkeypatch.setattr(training_step, "MEMORY_OF", {"ours": "Raptor"})
     args = training_step.step_parser().parse_args(TRY)

@@ -37,7 +37,8 @@ PHASES_HEADER = "Model|Type|Tokens|Blocks|Phases|Score".split("|")
 PARTITIONS_HEADER = "Blocks|Partition|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 SWAPS_HEADER = "Model|Phases|Replaced|Swaps|Cosine|Sigma|Top-1 (%)|Sigma (%)|Retained".split("|")
 RECURRENCE_HEADER = (
-    "Model|Phase|Tokens|At rest|Cycle|Turn|Agreement|Step map|Map of ends|No map|Last: step map|Last: map of ends|Last: no map"
+    "Model|Phase|Tokens|At rest|Cycle|Turn|Agreement|Step map|Map of ends|No map|"
+    "Last: step map|Last: map of ends|Last: no map"
 ).split("|")
 FLOW_HEADER = (
     "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last)|Coherence peak|Median modulus|Spectral radius"
