@@ -328,6 +328,24 @@ def test_study_of_recurrence(teacher, distilled, photos, tmp_path, capsys):
     assert "lengths_accuracy_teacher" not in {path.stem for path in (tmp_path / "rec" / "figures").iterdir()}
 
 
+def test_study_of_complexity(teacher, distilled, photos, tmp_path, capsys):
+    command = ["study", "complexity", str(teacher), str(distilled / "model"), "--dataset", str(photos)]
+    command += ["--output-dir", str(tmp_path / "bits"), "--image-size", "28", "--num-pairs", "1"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "Schedule bits" in capsys.readouterr().out
+    record = results(tmp_path / "bits")["studies"]["complexity"]
+    assert record["name"] == "teacher"
+    assert record["models"]["raptor-k2"]["error"]["num_images"] == 6
+    assert record["models"]["raptor-k2"]["lengths"]["bfloat16"]["num_blocks"] == 2
+    pictures = {path.stem for path in (tmp_path / "bits" / "figures").iterdir()}
+    assert pictures == {"complexity_epsilon", "complexity_relative"}
+    assert "Length of the blocks" in (tmp_path / "bits" / "report.html").read_text()
+    command[2:4] = [str(distilled / "model"), str(teacher)]
+    assert main([*command, "--overwrite"]) == 2
+    assert "is a Raptor; name its teacher first" in capsys.readouterr().err
+    assert results(tmp_path / "bits")["studies"]["complexity"] == record  # a wrong command replaces nothing
+
+
 def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
     command = ["study", "partitions", str(teacher), "--dataset", str(photos), "--image-size", "28", "--num-blocks", "2"]
     command += ["--output-dir", str(tmp_path / "cuts"), "--distill-steps", "2", "--distill-batch-size", "4"]
@@ -358,6 +376,7 @@ def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
         (["partitions", "x", "y"], "distils one teacher"),
         (["swaps", "x", "--num-blocks", "2", "3"], "a study of swaps is of one partition"),
         (["recurrence", "x", "--num-iterations", "3"], "--num_iterations 3 is below 4"),
+        (["complexity", "x"], "name the teacher, then Raptors"),
         (["recurrence", "x", "--ridge", "0"], "--ridge 0.0 is not a size"),
         (["partitions", "x", "--num-blocks", "0"], "give numbers of at least 1"),
         (["partitions", "x", "--num-seeds", "0"], "--num_seeds 0 is below 1"),

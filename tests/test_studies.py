@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from raptor_hf import DistillationArguments, Phases, find_phases, layer_similarity
+from raptor_hf import DistillationArguments, Phases, RaptorModel, find_phases, layer_similarity
+from raptor_hf.complexity import block_recurrence_error, description_length
 from raptor_hf.dynamics import angle, fit_span_map, measure_dynamics
 from raptor_hf.interventions import (
     base_states,
@@ -23,6 +24,7 @@ from raptor_hf.studies import (
     measure_span_maps,
     partition_schemes,
     partition_scores,
+    study_complexity,
     study_dynamics,
     study_recurrence,
     study_swaps,
@@ -248,3 +250,21 @@ def test_maps_of_spans_do_not_depend_on_batches_and_need_two_images(make_model, 
     assert measure_span_maps(model, [images[:1]], (2, 1)) is None
     with pytest.raises(ValueError, match="are not runs of layers that make up all 3"):
         measure_span_maps(model, [images], (2, 2))
+
+
+def test_complexity_of_a_teacher_and_its_raptors(make_teacher, batches):
+    teacher = make_teacher()
+    models = {"k2": RaptorModel.from_teacher(teacher, (2, 1)), "k3": RaptorModel.from_teacher(teacher, (1, 1, 1))}
+    record = study_complexity(teacher, models, batches, dtypes=("bfloat16",), num_pairs=1)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    own = description_length(teacher, (28, 28), "bfloat16")
+    assert record["teacher"]["lengths"]["bfloat16"]["coded_bits"] == own.coded_bits
+    for name, model in models.items():
+        entry = record["models"][name]
+        assert entry["error"] == block_recurrence_error(teacher, model, batches).to_dict()
+        flops = description_length(model, (28, 28)).flops
+        assert entry["delta_flops"] == flops / own.flops - 1
+        assert entry["runtime"]["batch_size"] == 3
+    assert study_complexity(teacher, models, batches, num_pairs=0)["models"]["k2"]["runtime"] is None
+    with pytest.raises(ValueError, match="no batch of images"):
+        study_complexity(teacher, models, [])

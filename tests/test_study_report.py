@@ -1,10 +1,13 @@
 """Rows of the studies as text."""
 
 from raptor_hf.study_report import (
+    COMPLEXITY_HEADER,
     FLOW_HEADER,
     PHASES_HEADER,
     RECURRENCE_HEADER,
     SWAPS_HEADER,
+    complexity_rows,
+    complexity_section,
     dynamics_section,
     flow_rows,
     phases_rows,
@@ -39,7 +42,8 @@ def test_swaps_come_down_to_a_row_per_scope_and_number():
 
 
 def test_results_without_studies_have_no_such_section():
-    assert dynamics_section({}) == studies_section({"studies": {}}) == recurrence_section({}) == []
+    for section in (dynamics_section, studies_section, recurrence_section, complexity_section):
+        assert section({"studies": {}}) == []
 
 
 def test_phases_of_several_models_are_a_picture_and_a_table():
@@ -86,3 +90,17 @@ def test_recurrence_comes_down_to_a_row_per_phase_and_token_group():
     assert rows[3][:3] == ["b", "3", "cls"]
     assert rows[3][-6:] == ["–"] * 6
     assert {len(row) for row in rows} == {len(RECURRENCE_HEADER)}
+
+
+def test_complexity_comes_down_to_a_row_per_model_and_precision():
+    length = {"num_blocks": 3, "num_parameters": 1234, "block_bits": 2e6, "coded_bits": 1e6, "schedule_bits": 15}
+    length["log2_flops"] = 31.5
+    own = {"lengths": {"bfloat16": {**length, "coded_bits": 4e6}}}
+    error = {"max_epsilon": 2.5, "relative": [0.1, 0.25, None]}
+    model = {"lengths": {"bfloat16": length}, "error": error, "runtime": {"median": 1.02}}
+    rows = complexity_rows({"teacher": own, "models": {"k3": model, "bare": {**model, "runtime": None}}}, "vit")
+    assert rows[0][:2] == ["vit", "bfloat16"]
+    assert rows[0][-3:] == ["–"] * 3
+    assert rows[1] == ["k3", "bfloat16", "3", "1,234", "2.0", "1.0", "0.250", "15", "31.500", "1.020", "2.50", "0.250"]
+    assert rows[2][-3] == "–"
+    assert {len(row) for row in rows} == {len(COMPLEXITY_HEADER)}

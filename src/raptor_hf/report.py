@@ -22,6 +22,7 @@ from .results import (
     write_file,
 )
 from .study_report import (
+    complexity_section,
     dynamics_section,
     partitions_section,
     recurrence_section,
@@ -203,6 +204,7 @@ _SECTIONS = {
     "Partitions": partitions_section,
     "Layer swaps": studies_section,
     "Recurrence": recurrence_section,
+    "Description length": complexity_section,
     "Dynamics": dynamics_section,
     "Environment": _environment_section,
     "Load the model": _usage_section,

@@ -40,6 +40,9 @@ RECURRENCE_HEADER = (
     "Model|Phase|Tokens|At rest|Cycle|Turn|Agreement|Step map|Map of ends|No map|"
     "Last: step map|Last: map of ends|Last: no map"
 ).split("|")
+COMPLEXITY_HEADER = (
+    "Model|Precision|Blocks|Parameters|Mbit|Coded Mbit|Of teacher|Schedule bits|log2 FLOPs|Time|Max eps|Relative"
+).split("|")
 FLOW_HEADER = (
     "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last)|Coherence peak|Median modulus|Spectral radius"
 ).split("|")
@@ -311,3 +314,38 @@ def _phase_name(record: Mapping[str, Any], phase: int) -> str:
     last = sum(record["phases"][: phase + 1])
     first = last - record["phases"][phase] + 1
     return f"{first}" if first == last else f"{first}-{last}"
+
+
+def complexity_rows(record: Mapping[str, Any], teacher: str) -> list[list[str]]:
+    """`results["studies"]["complexity"]` as rows of text under `COMPLEXITY_HEADER`, one per model and precision.
+
+    Lengths are those of blocks; the share is of coded bits. Time and eps are relative to the teacher named `teacher`:
+    the largest expected Frobenius error of a layer, and the largest relative one.
+    """
+    rows = []
+    for name, entry in {teacher: record["teacher"], **record["models"]}.items():
+        for dtype, length in entry["lengths"].items():
+            share = length["coded_bits"] / record["teacher"]["lengths"][dtype]["coded_bits"]
+            row = [name, dtype, str(length["num_blocks"]), f"{length['num_parameters']:,}"]
+            row += [f"{length['block_bits'] / 1e6:.1f}", f"{length['coded_bits'] / 1e6:.1f}", f"{share:.3f}"]
+            row += [str(length["schedule_bits"]), f"{length['log2_flops']:.3f}"]
+            error, runtime = entry.get("error") or {}, entry.get("runtime") or {}
+            relative = [value for value in error.get("relative", ()) if value is not None]
+            row += [as_number(runtime.get("median"), form=".3f"), as_number(error.get("max_epsilon"), form=".2f")]
+            rows.append([*row, as_number(max(relative, default=None), form=".3f")])
+    return rows
+
+
+def complexity_section(results: dict[str, Any]) -> list[Block]:
+    """Eps of the Block-Recurrent Hypothesis by layer, and the parts of the bound on Levin complexity."""
+    record: dict[str, Any] = (results.get("studies") or {}).get("complexity") or {}
+    if not record:
+        return []
+    blocks = []
+    for key, label in {"epsilon": "eps (Frobenius error)", "relative": "eps / norm of the teacher's state"}.items():
+        curves = {name: entry["error"][key] for name, entry in record["models"].items()}
+        if any(value is not None for curve in curves.values() for value in curve):
+            figure = flow_plots.flow_figure({"models": curves}, label)
+            blocks.append(figure_block(f"complexity_{key}", figure, "Expected error of the states of each layer"))
+    rows = complexity_rows(record, record["name"])
+    return [*blocks, table_block("Length of the blocks, operations, and error", rows, COMPLEXITY_HEADER)]

@@ -5,6 +5,9 @@ of the max-cut beside those of random partitions.
 
 `raptor-hf study recurrence MODEL [MODEL ...]`: phases shorter, longer and past their end, linear maps in their place,
 exponents.
+
+`raptor-hf study complexity TEACHER RAPTOR [RAPTOR ...]`: the eps of the Block-Recurrent Hypothesis, bits of blocks and
+schedule, operations and time.
 """
 
 import dataclasses
@@ -34,13 +37,16 @@ from ..studies import (
     distil_partitions,
     partition_schemes,
     partition_scores,
+    study_complexity,
     study_recurrence,
     study_swaps,
 )
 from ..study_report import (
+    COMPLEXITY_HEADER,
     PARTITIONS_HEADER,
     RECURRENCE_HEADER,
     SWAPS_HEADER,
+    complexity_rows,
     partition_rows,
     recurrence_rows,
     swap_rows,
@@ -53,7 +59,7 @@ from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
 
-STUDIES = ("swaps", "partitions", "recurrence")
+STUDIES = ("swaps", "partitions", "recurrence", "complexity")
 SETTINGS_FILE = "settings.json"
 HEADS = ("probe", "none")
 
@@ -69,7 +75,10 @@ class StudyArguments:
     )
     study: str = field(
         default="swaps",
-        metadata={"help": "swaps: layers replaced; partitions: other phases; recurrence: a phase as one map."},
+        metadata={
+            "help": "swaps: layers replaced; partitions: other phases; recurrence: a phase as one map; complexity: eps "
+            "and bits."
+        },
     )
     num_blocks: list[int] | None = field(
         default=None, metadata={"help": "Phases of a ViT; default 2 3 4 for partitions, else 3."}
@@ -88,6 +97,7 @@ class StudyArguments:
     ridge: float = field(default=0.1, metadata={"help": "Relative penalty of the linear map of a phase."})
     num_exponents: int = field(default=3, metadata={"help": "Directions whose growth is followed; 0 for none."})
     num_pushed: int = field(default=8, metadata={"help": "Images of the exponents, the first ones."})
+    num_pairs: int = field(default=9, metadata={"help": "Timed pairs of forward passes; 0 for no timing."})
     num_random: int = field(default=3, metadata={"help": "Random partitions of each kind and number of blocks."})
     num_seeds: int = field(default=1, metadata={"help": "Raptors distilled of each partition."})
     distill_steps: int = field(default=300, metadata={"help": "Steps of a distillation; 0 for none, the scores alone."})
@@ -116,9 +126,12 @@ def main(argv: list[str]) -> int:
     names = list(dict.fromkeys(args.model))
     backbones = {label: load_backbone(name) for label, name in zip(short_names(names), names, strict=True)}
     dataset = load_split(images, images.eval_split, args.seed)
-    if args.head == "probe" and dataset.labels is None:
+    if args.study != "complexity" and args.head == "probe" and dataset.labels is None:
         raise UsageError(f"{dataset.name} has no labels for a probe; give --head none to do without.")
-    make_way(output_dir, args.overwrite)
+    if args.study in ("partitions", "complexity"):
+        label, (model, _) = next(iter(backbones.items()))
+        _teacher(label, model, args)
+    make_way(output_dir, args.overwrite)  # from here on nothing of the command itself is wrong
     records: dict[str, Any] = {}
     header, rows = [], list[list[str]]()
     if args.study == "swaps":
@@ -129,6 +142,9 @@ def main(argv: list[str]) -> int:
             label: _recurrence(label, *backbones[label], dataset, args, images) for label in backbones
         }
         header, rows = RECURRENCE_HEADER, recurrence_rows(records["recurrence"])
+    elif args.study == "complexity":
+        records["complexity"] = _complexity(backbones, dataset, args, images)
+        header, rows = COMPLEXITY_HEADER, complexity_rows(records["complexity"], next(iter(backbones)))
     else:
         ((label, (teacher, _)),) = backbones.items()
         records["partitions"] = _partitions(label, teacher, dataset, args, images)
@@ -179,6 +195,33 @@ def _recurrence(
         )  # fmt: skip
 
 
+def _complexity(
+    backbones: dict[str, tuple[RaptorModel | Teacher, Any]],
+    dataset: ImageDataset,
+    args: StudyArguments,
+    images: ImageArguments,
+) -> dict[str, Any]:
+    (name, (teacher, processor)), *others = backbones.items()
+    teacher = _teacher(name, teacher, args)
+    models = {label: model for label, (model, _) in others}
+    loader = _loader(to_pixels(dataset, processor, images.image_size), args)
+    with status(f"comparing {', '.join(models)} with {name}"):
+        return {"name": name, **study_complexity(teacher, models, loader, num_pairs=args.num_pairs)}
+
+
+def _teacher(label: str, model: RaptorModel | Teacher, args: StudyArguments) -> Teacher:
+    """The model, which must be a ViT.
+
+    Raises:
+        UsageError: if it is a Raptor.
+    """
+    if isinstance(model, Teacher):
+        return model
+    if args.study == "complexity":
+        raise UsageError(f"{label} is a Raptor; name its teacher first, then Raptors: study complexity TEACHER RAPTOR.")
+    raise UsageError(f"{label} is a Raptor, whose phases are given; name a ViT for a study of partitions.")
+
+
 def _phases(model: RaptorModel | Teacher, loader: DataLoader, args: StudyArguments) -> Phases:
     """Those that are given, a Raptor's own, or those that are found in a ViT."""
     if args.repeats is not None:
@@ -194,8 +237,7 @@ def _phases(model: RaptorModel | Teacher, loader: DataLoader, args: StudyArgumen
 def _partitions(
     label: str, teacher: RaptorModel | Teacher, dataset: ImageDataset, args: StudyArguments, images: ImageArguments
 ) -> dict[str, Any]:
-    if not isinstance(teacher, Teacher):
-        raise UsageError(f"{label} is a Raptor, whose phases are given; name a ViT for a study of partitions.")
+    teacher = _teacher(label, teacher, args)
     counts = args.num_blocks or [2, 3, 4]
     if max(counts) > teacher.num_layers:
         raise UsageError(f"--num_blocks {max(counts)} of a ViT of {teacher.num_layers} layers; use fewer.")
@@ -280,6 +322,8 @@ def _check(args: StudyArguments) -> None:
         raise UsageError("no model given; name folders or Hub ids of ViTs or Raptors.")
     if args.head not in HEADS:
         raise UsageError(f"--head {args.head} is unknown; use one of {', '.join(HEADS)}.")
+    if args.study == "complexity" and len(set(args.model)) < 2:
+        raise UsageError("a study of complexity compares Raptors with their teacher; name the teacher, then Raptors.")
     if args.study == "partitions" and len(set(args.model)) > 1:
         raise UsageError("a study of partitions distils one teacher; name one model.")
     if args.study != "partitions" and args.num_blocks is not None and len(args.num_blocks) != 1:
@@ -289,7 +333,7 @@ def _check(args: StudyArguments) -> None:
     if args.num_blocks is not None and min(args.num_blocks, default=0) < 1:
         raise UsageError(f"--num_blocks {args.num_blocks}: give numbers of at least 1, such as 2 3 4.")
     check_ranges(args, {
-        0: ("distill_steps", "num_random", "seed", "num_exponents", "num_workers"),
+        0: ("distill_steps", "num_random", "seed", "num_exponents", "num_workers", "num_pairs"),
         1: ("batch_size", "max_swaps", "num_seeds", "distill_batch_size", "num_pushed"),
         4: ("num_iterations",),
     }, above_zero=("ridge", "tolerance"))  # fmt: skip
