@@ -83,7 +83,7 @@ def make_teacher():
 
     def factory(family="dinov2_with_registers", *, image_processor=None, seed=0, **overrides):
         fields = dict(SIZES)
-        if family in ("vit", "deit"):
+        if not family.startswith("dinov2"):
             fields["intermediate_size"] = 4 * SIZES["hidden_size"]
         config = AutoConfig.for_model(family, **{**fields, **overrides})
         model = AutoModel.from_config(config, **without_pooler(config))

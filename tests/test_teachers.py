@@ -15,6 +15,7 @@ from transformers import (
     Dinov2ForImageClassification,
     Dinov2WithRegistersForImageClassification,
     ViTForImageClassification,
+    ViTMAEForPreTraining,
 )
 
 from raptor_hf import RaptorModel
@@ -29,12 +30,14 @@ TEACHERS = {
     "vit": ("vit", {}),
     "vit_no_bias": ("vit", {"qkv_bias": False}),
     "deit": ("deit", {}),
+    "vit_mae": ("vit_mae", {}),
 }
 CLASSIFIERS = {
     "dinov2_with_registers": Dinov2WithRegistersForImageClassification,
     "dinov2": Dinov2ForImageClassification,
     "vit": ViTForImageClassification,
     "deit": DeiTForImageClassification,
+    "vit_mae": ViTMAEForPreTraining,
 }
 SIZES = {"native": (56, 56), "larger": (84, 84), "oblong": (42, 70), "as_many_patches": (28, 112)}
 
@@ -283,7 +286,7 @@ def test_teacher_is_frozen_and_stays_in_evaluation_mode(make_teacher, pixels):
 def test_final_norm_is_applied_once(teacher, pixels):
     states = teacher.hidden_states(pixels)
     with torch.no_grad():
-        last = teacher.model(pixels).last_hidden_state
+        last = teacher.model(pixels, **teacher.forward_kwargs(pixels)).last_hidden_state
     assert torch.equal(teacher.final_norm(states[-1]), last)
     assert torch.equal(teacher.last_hidden_state(pixels), last)
     assert not torch.allclose(states[-1], last, atol=0.1)

@@ -58,6 +58,7 @@ FAMILIES: dict[str, ViTFamily] = {
     "dinov2": ViTFamily(_DINOV2_BLOCK),
     "vit": _VIT,
     "deit": _VIT,
+    "vit_mae": _VIT,
 }
 
 
