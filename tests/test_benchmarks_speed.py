@@ -243,25 +243,34 @@ def test_steps_that_read_states_stand_beside_steps_that_compute_them(timing, mon
     assert "tiny, batch 2, float32, blocks: 0.00 MB per image" in capsys.readouterr().out
 
 
-def test_dynamics_are_timed_beside_the_passes_that_they_measure(timing, tmp_path, capsys):
+def test_dynamics_are_timed_beside_the_passes_that_they_measure(timing, monkeypatch, tmp_path, capsys):
     benchmark = importlib.import_module("dynamics")
     teacher = timing.make_teacher(timing.SHAPES["tiny"])
-    batches = list(torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0)).split(2))
-    assert benchmark.passes(teacher, batches, None)() is None
-    flow, ranked = (benchmark.passes(teacher, batches, ranks)().to_dict() for ranks in (False, True))
-    assert flow["num_images"] == ranked["num_images"] == 3
-    assert "effective_rank" not in flow["groups"]["cls"]
-    assert "effective_rank" in ranked["groups"]["cls"]
-    command = [*TRY, "--dtypes", "float32", "--images", "3", "--output", str(tmp_path / "out.json")]
+    batch = torch.randn(3, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    assert [len(part()) for part in benchmark.passes(teacher, batch, None)] == [4]  # the states
+    for ranks in (False, True):
+        update, result = benchmark.passes(teacher, batch, ranks)
+        update()
+        update()
+        found = result().to_dict()
+        assert found["num_images"] == 6
+        assert ("effective_rank" in found["groups"]["cls"]) is ranks
+    pairs = [([2.0, 2.5], [1.0])] * 3
+    monkeypatch.setattr(benchmark, "interleave", lambda *_: pairs)
+    command = [*TRY, "--dtypes", "float32", "--images", "20", "--output", str(tmp_path / "out.json")]
     assert benchmark.main(command) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["what"], row["against"], row["images"], row["pairs"]) for row in rows] == [
-        ("flow", "forward passes", 3, 3), ("flow and ranks", "forward passes", 3, 3)
-    ]  # fmt: skip
-    assert "flow and ranks" in capsys.readouterr().out
+    assert [row["what"] for row in rows] == ["flow", "flow and ranks"]
+    for row in rows:  # ten batches of two, and one result
+        assert (row["ours_s"], row["against_s"], row["ratio"]) == (20.5, 10.0, 2.05)
+        assert (row["result_s"], row["images"], row["against"]) == (0.5, 20, "forward passes")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(FOLDER))
+    assert benchmark.main([*TRY, "--dtypes", "float32"]) == 0
+    assert "Seconds for 200 images" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        benchmark.main([*TRY, "--images", "1"])
-    assert "--images 1: ranks need updates" in capsys.readouterr().err
+        benchmark.main([*TRY, "--images", "0"])
+    assert "--images 0: give at least one" in capsys.readouterr().err
 
 
 def test_memory_is_that_of_a_process_of_its_own(training_step, monkeypatch):
