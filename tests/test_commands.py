@@ -346,6 +346,20 @@ def test_study_of_complexity(teacher, distilled, photos, tmp_path, capsys):
     assert results(tmp_path / "bits")["studies"]["complexity"] == record  # a wrong command replaces nothing
 
 
+def test_study_of_paradigms(teacher, distilled, photos, tmp_path, capsys):
+    command = ["study", "paradigms", str(teacher), "--dataset", str(photos), "--image-size", "28", "--num-blocks", "2"]
+    command += ["--output-dir", str(tmp_path / "ways"), "--distill-steps", "2", "--distill-batch-size", "4"]
+    assert main(command) == 0, capsys.readouterr().err
+    assert "teacher forcing" in capsys.readouterr().out
+    record = results(tmp_path / "ways")["studies"]["paradigms"]
+    assert [run["paradigm"] for run in record["runs"]] == ["terminal", "teacher forcing", "autoregressive", "hybrid"]
+    assert all(0 <= run["accuracy"] <= 1 for run in record["runs"])
+    assert {path.stem for path in (tmp_path / "ways" / "figures").iterdir()} == {"paradigms_r2"}
+    assert "Raptors of each paradigm" in (tmp_path / "ways" / "report.html").read_text()
+    assert main(["study", "paradigms", str(distilled / "model"), "--output-dir", str(tmp_path / "other")]) == 2
+    assert "name a ViT for a study of paradigms" in capsys.readouterr().err
+
+
 def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
     command = ["study", "partitions", str(teacher), "--dataset", str(photos), "--image-size", "28", "--num-blocks", "2"]
     command += ["--output-dir", str(tmp_path / "cuts"), "--distill-steps", "2", "--distill-batch-size", "4"]
@@ -376,6 +390,7 @@ def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
         (["partitions", "x", "y"], "distils one teacher"),
         (["swaps", "x", "--num-blocks", "2", "3"], "a study of swaps is of one partition"),
         (["recurrence", "x", "--num-iterations", "3"], "--num_iterations 3 is below 4"),
+        (["paradigms", "x", "--distill-steps", "0"], "leaves a study of paradigms nothing to measure"),
         (["complexity", "x"], "name the teacher, then Raptors"),
         (["recurrence", "x", "--ridge", "0"], "--ridge 0.0 is not a size"),
         (["partitions", "x", "--num-blocks", "0"], "give numbers of at least 1"),

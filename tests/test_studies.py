@@ -1,6 +1,7 @@
 """Studies on tiny models: records against the libraries they come from."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from raptor_hf.interventions import (
     sensitivity_curve,
 )
 from raptor_hf.studies import (
+    PARADIGMS,
     boundary_stability,
     compare_flows,
+    distil_paradigms,
     distil_partitions,
     measure_span_maps,
     partition_schemes,
@@ -184,10 +187,34 @@ def test_partitions_are_distilled_once_and_gone_on_with(teacher, digits, tmp_pat
     assert all(record["accuracy"] == 0.5 and np.isfinite(record["r2"]) for record in records)
     assert records[2]["block_schedule"] == [0, 1, 0, 1]
     assert len(calls) == 4
-    (tmp_path / "max-cut-0.0.1.1" / "seed1" / "partition.json").unlink()
+    (tmp_path / "max-cut-0.0.1.1" / "seed1" / "study.json").unlink()
     again = distil_partitions(teacher, schemes, arguments, digits, digits, tmp_path, lambda model: 0.5, seeds=(0, 1))
     assert again == records
     assert len(calls) == 5
+
+
+def test_paradigms_learn_from_what_they_say(teacher, digits, tmp_path):
+    calls = []
+
+    def arguments(folder, seed, **options):
+        calls.append((Path(folder).relative_to(tmp_path).as_posix(), options))
+        return DistillationArguments(
+            folder, max_steps=2, per_device_train_batch_size=2, seed=seed, use_cpu=True, report_to="none", **options
+        )
+
+    phases = Phases.from_repeats((2, 2))
+    records = distil_paradigms(teacher, phases, arguments, digits, digits, tmp_path)
+    assert [record["paradigm"] for record in records] == list(PARADIGMS)
+    assert calls == [(f"{name.replace(' ', '-')}-0.0.1.1/seed0", options) for name, options in PARADIGMS.items()]
+    for record in records:
+        assert record["accuracy"] is None
+        assert record["stage"] == PARADIGMS[record["paradigm"]]["stage"]
+        assert len(record["r2_layers"]) == 4
+        assert record["r2"] == pytest.approx(sum(record["r2_layers"]) / 4)
+        assert record["r2_last"] == record["r2_layers"][-1]
+    assert len({record["r2"] for record in records}) == 4
+    assert distil_paradigms(teacher, phases, arguments, digits, digits, tmp_path) == records
+    assert len(calls) == 4
 
 
 def cls_head(last_hidden_state):

@@ -1,8 +1,10 @@
 """Rows of the studies as text."""
 
+from raptor_hf import plots
 from raptor_hf.study_report import (
     COMPLEXITY_HEADER,
     FLOW_HEADER,
+    PARADIGMS_HEADER,
     PHASES_HEADER,
     RECURRENCE_HEADER,
     SWAPS_HEADER,
@@ -10,6 +12,8 @@ from raptor_hf.study_report import (
     complexity_section,
     dynamics_section,
     flow_rows,
+    paradigm_rows,
+    paradigms_section,
     phases_rows,
     recurrence_rows,
     recurrence_section,
@@ -42,7 +46,7 @@ def test_swaps_come_down_to_a_row_per_scope_and_number():
 
 
 def test_results_without_studies_have_no_such_section():
-    for section in (dynamics_section, studies_section, recurrence_section, complexity_section):
+    for section in (dynamics_section, studies_section, paradigms_section, recurrence_section, complexity_section):
         assert section({"studies": {}}) == []
 
 
@@ -104,3 +108,19 @@ def test_complexity_comes_down_to_a_row_per_model_and_precision():
     assert rows[1] == ["k3", "bfloat16", "3", "1,234", "2.0", "1.0", "0.250", "15", "31.500", "1.020", "2.50", "0.250"]
     assert rows[2][-3] == "–"
     assert {len(row) for row in rows} == {len(COMPLEXITY_HEADER)}
+
+
+def test_paradigms_come_down_to_a_row_each_and_a_curve_each(monkeypatch):
+    run = {"stage": "blocks", "accuracy": 0.4, "r2": 0.5, "r2_last": 0.25, "r2_layers": [0.75, 0.25]}
+    other = {**run, "accuracy": 0.6, "r2": 0.7, "r2_layers": [None, 0.75]}
+    runs = [{**run, "paradigm": "hybrid"}, {**other, "paradigm": "hybrid"}, {**run, "paradigm": "terminal"}]
+    record = {"runs": runs, "base_accuracy": 0.8, "phases": [1, 1]}
+    rows = paradigm_rows(record)
+    assert rows[0] == ["hybrid", "blocks", "2", "50.00", "14.14", "0.625", "0.600", "0.141", "0.250"]
+    assert rows[1][4] == rows[1][7] == "–"
+    assert {len(row) for row in rows} == {len(PARADIGMS_HEADER)}
+    drawn = []
+    draw = plots.layer_curves_figure
+    monkeypatch.setattr(plots, "layer_curves_figure", lambda *args, **more: drawn.append(args) or draw(*args, **more))
+    assert [block["kind"] for block in paradigms_section({"studies": {"paradigms": record}})] == ["figure", "table"]
+    assert drawn[0][0] == {"hybrid": [0.75, 0.5], "terminal": [0.75, 0.25]}

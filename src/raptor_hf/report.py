@@ -24,6 +24,7 @@ from .results import (
 from .study_report import (
     complexity_section,
     dynamics_section,
+    paradigms_section,
     partitions_section,
     recurrence_section,
     similarities_blocks,
@@ -202,6 +203,7 @@ _SECTIONS = {
     "Accuracy": accuracy_section,
     "Training": _training_section,
     "Partitions": partitions_section,
+    "Training paradigms": paradigms_section,
     "Layer swaps": studies_section,
     "Recurrence": recurrence_section,
     "Description length": complexity_section,

@@ -1,11 +1,11 @@
 """Sections of the report on the studies: the flow over depth, layers replaced, partitions; and their tables as text."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from . import flow_plots, study_plots
+from . import flow_plots, plots, study_plots
 from .phases import Phases
 from .report_blocks import Block, figure_block, table_block
 from .results import as_number
@@ -43,6 +43,7 @@ RECURRENCE_HEADER = (
 COMPLEXITY_HEADER = (
     "Model|Precision|Blocks|Parameters|Mbit|Coded Mbit|Of teacher|Schedule bits|log2 FLOPs|Time|Max eps|Relative"
 ).split("|")
+PARADIGMS_HEADER = "Paradigm|Stage|Runs|Top-1 (%)|Sigma (%)|Retained|Mean R²|Sigma|Last-layer R²".split("|")
 FLOW_HEADER = (
     "Model|Tokens|Speed (rad)|Fastest|Effective rank (first to last)|Coherence peak|Median modulus|Spectral radius"
 ).split("|")
@@ -173,20 +174,56 @@ def partition_rows(record: Mapping[str, Any]) -> list[list[str]]:
     for count, runs in record["runs"].items():
         for scheme in dict.fromkeys(run["scheme"] for run in runs):
             own = [run for run in runs if run["scheme"] == scheme]
-            means, sigmas = {}, {}
-            for key in ("accuracy", "r2", "r2_last"):
-                values = [run[key] for run in own if run[key] is not None]
-                means[key] = fmean(values) if values else None
-                sigmas[key] = stdev(values) if len(values) > 1 else None
-            share = means["accuracy"] / base if base and means["accuracy"] is not None else None
-            row = [count, scheme, str(len(own)), as_number(means["accuracy"], 100), as_number(sigmas["accuracy"], 100)]
-            row += [
-                as_number(share, form=".3f"),
-                as_number(means["r2"], form=".3f"),
-                as_number(sigmas["r2"], form=".3f"),
-            ]
-            rows.append([*row, as_number(means["r2_last"], form=".3f")])
+            rows.append([count, scheme, *_run_cells(own, base)])
     return rows
+
+
+def paradigm_rows(record: Mapping[str, Any]) -> list[list[str]]:
+    """`results["studies"]["paradigms"]` as rows of text under `PARADIGMS_HEADER`, one per paradigm."""
+    rows = []
+    for paradigm in dict.fromkeys(run["paradigm"] for run in record["runs"]):
+        own = [run for run in record["runs"] if run["paradigm"] == paradigm]
+        rows.append([paradigm, own[0]["stage"], *_run_cells(own, record["base_accuracy"])])
+    return rows
+
+
+def _run_cells(runs: Sequence[Mapping[str, Any]], base: float | None) -> list[str]:
+    """Number of runs, and means with sigma over them: accuracy, its share of `base`, R2."""
+    means, sigmas = {}, {}
+    for key in ("accuracy", "r2", "r2_last"):
+        values = [run[key] for run in runs if run[key] is not None]
+        means[key] = fmean(values) if values else None
+        sigmas[key] = stdev(values) if len(values) > 1 else None
+    share = means["accuracy"] / base if base and means["accuracy"] is not None else None
+    return [
+        str(len(runs)),
+        as_number(means["accuracy"], 100),
+        as_number(sigmas["accuracy"], 100),
+        as_number(share, form=".3f"),
+        as_number(means["r2"], form=".3f"),
+        as_number(sigmas["r2"], form=".3f"),
+        as_number(means["r2_last"], form=".3f"),
+    ]
+
+
+def paradigms_section(results: dict[str, Any]) -> list[Block]:
+    """Fig. 5 of the paper, measured: how far a free rollout drifts under each training paradigm."""
+    record: dict[str, Any] = (results.get("studies") or {}).get("paradigms") or {}
+    if not record:
+        return []
+    curves: dict[str, list[Any]] = {}
+    for paradigm in dict.fromkeys(run["paradigm"] for run in record["runs"]):
+        own = [run["r2_layers"] for run in record["runs"] if run["paradigm"] == paradigm]
+        columns = ([value for value in column if value is not None] for column in zip(*own, strict=True))
+        curves[paradigm] = [fmean(column) if column else None for column in columns]
+    boundaries = flow_plots.phase_boundaries(record["phases"])
+    figure = plots.layer_curves_figure(curves, "R² with the teacher, free rollout", boundaries=boundaries)
+    caption = "R² of each layer, all tokens, mean over runs; blocks run on their own states"
+    rows = paradigm_rows(record)
+    return [
+        figure_block("paradigms_r2", figure, caption),
+        table_block("Raptors of each paradigm; sigma is over runs", rows, PARADIGMS_HEADER),
+    ]
 
 
 def partitions_section(results: dict[str, Any]) -> list[Block]:

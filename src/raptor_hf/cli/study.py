@@ -6,13 +6,15 @@ of the max-cut beside those of random partitions.
 `raptor-hf study recurrence MODEL [MODEL ...]`: phases shorter, longer and past their end, linear maps in their place,
 exponents.
 
+`raptor-hf study paradigms TEACHER`: Raptors that learn from their own states or the teacher's, all of them or the last.
+
 `raptor-hf study complexity TEACHER RAPTOR [RAPTOR ...]`: the eps of the Block-Recurrent Hypothesis, bits of blocks and
 schedule, operations and time.
 """
 
 import dataclasses
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,9 @@ from ..report import write_report
 from ..results import RESULTS_FILE, new_results, read_json, to_plain, write_json
 from ..similarity import layer_similarity
 from ..studies import (
+    PARADIGMS,
     boundary_stability,
+    distil_paradigms,
     distil_partitions,
     partition_schemes,
     partition_scores,
@@ -43,10 +47,12 @@ from ..studies import (
 )
 from ..study_report import (
     COMPLEXITY_HEADER,
+    PARADIGMS_HEADER,
     PARTITIONS_HEADER,
     RECURRENCE_HEADER,
     SWAPS_HEADER,
     complexity_rows,
+    paradigm_rows,
     partition_rows,
     recurrence_rows,
     swap_rows,
@@ -59,7 +65,7 @@ from .console import note, status, table
 from .parsing import parse
 from .values import UsageError
 
-STUDIES = ("swaps", "partitions", "recurrence", "complexity")
+STUDIES = ("swaps", "partitions", "recurrence", "complexity", "paradigms")
 SETTINGS_FILE = "settings.json"
 HEADS = ("probe", "none")
 
@@ -77,7 +83,7 @@ class StudyArguments:
         default="swaps",
         metadata={
             "help": "swaps: layers replaced; partitions: other phases; recurrence: a phase as one map; complexity: eps "
-            "and bits."
+            "and bits; paradigms: what is learnt from."
         },
     )
     num_blocks: list[int] | None = field(
@@ -128,7 +134,7 @@ def main(argv: list[str]) -> int:
     dataset = load_split(images, images.eval_split, args.seed)
     if args.study != "complexity" and args.head == "probe" and dataset.labels is None:
         raise UsageError(f"{dataset.name} has no labels for a probe; give --head none to do without.")
-    if args.study in ("partitions", "complexity"):
+    if args.study in ("partitions", "complexity", "paradigms"):
         label, (model, _) = next(iter(backbones.items()))
         _teacher(label, model, args)
     make_way(output_dir, args.overwrite)  # from here on nothing of the command itself is wrong
@@ -145,6 +151,10 @@ def main(argv: list[str]) -> int:
     elif args.study == "complexity":
         records["complexity"] = _complexity(backbones, dataset, args, images)
         header, rows = COMPLEXITY_HEADER, complexity_rows(records["complexity"], next(iter(backbones)))
+    elif args.study == "paradigms":
+        ((label, (teacher, _)),) = backbones.items()
+        records["paradigms"] = _paradigms(label, teacher, dataset, args, images)
+        header, rows = PARADIGMS_HEADER, paradigm_rows(records["paradigms"])
     else:
         ((label, (teacher, _)),) = backbones.items()
         records["partitions"] = _partitions(label, teacher, dataset, args, images)
@@ -219,7 +229,7 @@ def _teacher(label: str, model: RaptorModel | Teacher, args: StudyArguments) -> 
         return model
     if args.study == "complexity":
         raise UsageError(f"{label} is a Raptor; name its teacher first, then Raptors: study complexity TEACHER RAPTOR.")
-    raise UsageError(f"{label} is a Raptor, whose phases are given; name a ViT for a study of partitions.")
+    raise UsageError(f"{label} is a Raptor, whose phases are given; name a ViT for a study of {args.study}.")
 
 
 def _phases(model: RaptorModel | Teacher, loader: DataLoader, args: StudyArguments) -> Phases:
@@ -241,10 +251,7 @@ def _partitions(
     counts = args.num_blocks or [2, 3, 4]
     if max(counts) > teacher.num_layers:
         raise UsageError(f"--num_blocks {max(counts)} of a ViT of {teacher.num_layers} layers; use fewer.")
-    output_dir = Path(args.output_dir)
-    _check_settings(output_dir / SETTINGS_FILE, args, images)
-    train = to_pixels(load_split(images, images.train_split, args.seed), teacher.image_processor, images.image_size)
-    evaluation = to_pixels(dataset, teacher.image_processor, images.image_size)
+    train, evaluation = _distillation_sets(teacher, dataset, args, images)
     loader = _loader(train, args)
     with status("comparing layers"):
         similarity = layer_similarity(_states(teacher, loader))
@@ -260,26 +267,65 @@ def _partitions(
     }
     if args.distill_steps == 0:
         return record
-    head, score = _head(teacher, teacher.image_processor, label, dataset, args, images), None
-    if head is not None:
-        tests = _loader(evaluation, args)
-        score = partial(_accuracy, loader=tests, head=head)
-        record["base_accuracy"] = score(teacher)
+    score, record["base_accuracy"] = _scored(label, teacher, dataset, evaluation, args, images)
     for count in counts:
         schemes = partition_schemes(similarity, count, args.num_random, seed=args.seed)
         number = sum(map(len, schemes.values())) * args.num_seeds
         with status(f"distilling {number} Raptors of {count} blocks"):
             record["runs"][str(count)] = distil_partitions(
-                teacher, schemes, partial(_distillation, args), train, evaluation, output_dir / f"k{count}", score,
+                teacher, schemes, partial(_distillation, args), train, evaluation, Path(args.output_dir) / f"k{count}",
+                score,
                 seeds=range(args.seed, args.seed + args.num_seeds),
             )  # fmt: skip
     return record
 
 
-def _distillation(args: StudyArguments, folder: str, seed: int) -> DistillationArguments:
+def _paradigms(
+    label: str, model: RaptorModel | Teacher, dataset: ImageDataset, args: StudyArguments, images: ImageArguments
+) -> dict[str, Any]:
+    teacher = _teacher(label, model, args)
+    train, evaluation = _distillation_sets(teacher, dataset, args, images)
+    phases = _phases(teacher, _loader(train, args), args)
+    score, base_accuracy = _scored(label, teacher, dataset, evaluation, args, images)
+    with status(f"distilling {len(PARADIGMS) * args.num_seeds} Raptors of phases {phases}"):
+        runs = distil_paradigms(
+            teacher, phases, partial(_distillation, args), train, evaluation, Path(args.output_dir) / "runs", score,
+            seeds=range(args.seed, args.seed + args.num_seeds),
+        )  # fmt: skip
+    return {"phases": list(phases.repeats), "num_images": len(train), "base_accuracy": base_accuracy, "runs": runs}
+
+
+def _distillation_sets(
+    teacher: Teacher, dataset: ImageDataset, args: StudyArguments, images: ImageArguments
+) -> tuple[PixelDataset, PixelDataset]:
+    """Training and test images of distillations, after a look at what the folder holds already."""
+    _check_settings(Path(args.output_dir) / SETTINGS_FILE, args, images)
+    train = load_split(images, images.train_split, args.seed)
+    processor, size = teacher.image_processor, images.image_size
+    return to_pixels(train, processor, size), to_pixels(dataset, processor, size)
+
+
+def _scored(
+    label: str,
+    teacher: Teacher,
+    dataset: ImageDataset,
+    evaluation: PixelDataset,
+    args: StudyArguments,
+    images: ImageArguments,
+) -> tuple[Callable[[Any], float] | None, float | None]:
+    """Accuracy of a Raptor under the teacher's probe, as a function, and the teacher's own; `None` without a probe."""
+    head = _head(teacher, teacher.image_processor, label, dataset, args, images)
+    if head is None:
+        return None, None
+    score = partial(_accuracy, loader=_loader(evaluation, args), head=head)
+    return score, score(teacher)
+
+
+def _distillation(args: StudyArguments, folder: str, seed: int, **options: Any) -> DistillationArguments:
     return DistillationArguments(
         output_dir=folder, max_steps=args.distill_steps, per_device_train_batch_size=args.distill_batch_size,
         learning_rate=args.distill_learning_rate, seed=seed, report_to="none", dataloader_num_workers=args.num_workers,
+        **options,
     )  # fmt: skip
 
 
@@ -324,8 +370,10 @@ def _check(args: StudyArguments) -> None:
         raise UsageError(f"--head {args.head} is unknown; use one of {', '.join(HEADS)}.")
     if args.study == "complexity" and len(set(args.model)) < 2:
         raise UsageError("a study of complexity compares Raptors with their teacher; name the teacher, then Raptors.")
-    if args.study == "partitions" and len(set(args.model)) > 1:
-        raise UsageError("a study of partitions distils one teacher; name one model.")
+    if args.study in ("partitions", "paradigms") and len(set(args.model)) > 1:
+        raise UsageError(f"a study of {args.study} distils one teacher; name one model.")
+    if args.study == "paradigms" and args.distill_steps == 0:
+        raise UsageError("--distill_steps 0 leaves a study of paradigms nothing to measure; give some steps.")
     if args.study != "partitions" and args.num_blocks is not None and len(args.num_blocks) != 1:
         raise UsageError(
             f"--num_blocks {args.num_blocks}: a study of {args.study} is of one partition; give one number."

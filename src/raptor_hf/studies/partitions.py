@@ -1,6 +1,7 @@
 """How many phases, how surely their boundaries are found, and whether they matter (arXiv 2512.19941, App. B)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from ..arguments import DistillationArguments
 from ..data import PixelDataset
+from ..modeling_raptor import RaptorModel
 from ..phases import Phases, find_phases, partition_score, random_partitions
 from ..results import read_json, write_json
 from ..runs import distill
@@ -17,7 +19,7 @@ from ..teachers import Teacher
 from ..tokens import TokenLayout
 
 SCHEMES = ("max-cut", "bisection", "random contiguous", "random")
-RECORD_FILE = "partition.json"
+RECORD_FILE = "study.json"
 
 
 def partition_scores(similarity: Any, **options: Any) -> dict[str, Any]:
@@ -150,8 +152,7 @@ def distil_partitions(
         seeds (`Sequence[int]`): Raptors of each partition.
 
     Returns:
-        `list[dict]`: per run `"scheme"`, `"block_schedule"`, `"seed"`, `"accuracy"` (`None` without `score`), and R2 of
-        all tokens, `"r2"` (mean over layers) and `"r2_last"`.
+        `list[dict]`: per run `"scheme"`, `"block_schedule"`, `"seed"`, and what [`finished_run`] adds.
 
     Raises:
         ValueError: as the trainer does.
@@ -163,13 +164,29 @@ def distil_partitions(
                 schedule = list(partition.block_schedule)
                 name = f"{scheme.replace(' ', '-')}-{'.'.join(map(str, schedule))}"
                 folder = Path(output_dir) / name / f"seed{seed}"
-                if not (folder / RECORD_FILE).is_file():
-                    args = arguments(str(folder), seed)
-                    model, record = distill(teacher, partition, args, train, evaluation, name=name)
-                    curve = record["fidelity"]["r2"]["all"]
-                    values = {"r2": sum(curve) / len(curve), "r2_last": curve[-1]}
-                    accuracy = None if score is None else score(model.eval())
-                    own = {"scheme": scheme, "block_schedule": schedule, "seed": seed, "accuracy": accuracy}
-                    write_json(folder / RECORD_FILE, own | values)
-                records.append(read_json(folder / RECORD_FILE))
+                own = {"scheme": scheme, "block_schedule": schedule, "seed": seed}
+                run = partial(distill, teacher, partition, train=train, evaluation=evaluation, name=name)
+                records.append(finished_run(folder, own, run, partial(arguments, str(folder), seed), score))
     return records
+
+
+def finished_run(
+    folder: Path,
+    labels: Mapping[str, Any],
+    run: Callable[..., tuple[RaptorModel, dict[str, Any]]],
+    arguments: Callable[[], DistillationArguments],
+    score: Callable[[Any], float] | None,
+) -> dict[str, Any]:
+    """The record of one distillation, `run(args=arguments())`, which is done only if `folder` has none.
+
+    Returns:
+        `dict`: `labels`, `"accuracy"` of the Raptor (`None` without `score`), and R2 of all tokens: `"r2"` (mean over
+        layers), `"r2_last"`, and `"r2_layers"`.
+    """
+    if not (folder / RECORD_FILE).is_file():
+        model, record = run(args=arguments())
+        curve = record["fidelity"]["r2"]["all"]
+        values = {"r2": sum(curve) / len(curve), "r2_last": curve[-1], "r2_layers": curve}
+        accuracy = None if score is None else score(model.eval())
+        write_json(folder / RECORD_FILE, {**labels, "accuracy": accuracy, **values})
+    return read_json(folder / RECORD_FILE)
