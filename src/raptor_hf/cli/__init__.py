@@ -25,7 +25,7 @@ COMMANDS = {
     "assemble": "join blocks that were trained apart, one run each, into one Raptor",
     "probe": "measure a frozen backbone on classification, segmentation or depth",
     "dynamics": "measure the flow of token states over depth: speed, ranks, coherence, spectra, perturbations",
-    "study": "replace layers within and between phases, or distil other partitions, and see what it does",
+    "study": "test phases: layers swapped, other partitions, recurrence, training paradigms, eps and bits",
     "report": "collect the results of runs in results.json, figures and report.html",
     "import-research": "turn a checkpoint of the paper's code into a folder for the Hub",
     "export": "write a saved Raptor as ONNX or torch.export, compared with the model",
