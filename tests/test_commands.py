@@ -321,6 +321,9 @@ def test_study_of_recurrence(teacher, distilled, photos, tmp_path, capsys):
     expected = {f"{kind}_{name}" for kind in kinds for name in ("teacher", "raptor-k2")}
     assert pictures == expected | {"exponents", "exponent_shares"}
     assert "Phases as one map" in (tmp_path / "rec" / "report.html").read_text()
+    assert main([*command, "--overwrite", "--head", "none", "--repeats", "1", "2"]) == 2
+    assert "are not runs of layers that make up all 4 of this model" in capsys.readouterr().err
+    assert results(tmp_path / "rec")["studies"]["recurrence"] == records  # what fails replaces nothing
     bare = [*command, "--overwrite", "--head", "none", "--num-exponents", "0", "--repeats", "1", "3"]
     assert main(bare) == 0
     record = results(tmp_path / "rec")["studies"]["recurrence"]["teacher"]
@@ -380,6 +383,9 @@ def test_study_of_partitions(teacher, distilled, photos, tmp_path, capsys):
     assert "holds runs with distill_steps=2, not 3" in capsys.readouterr().err
     assert main([*command, "--overwrite", "--distill-steps", "0"]) == 0
     assert results(tmp_path / "cuts")["studies"]["partitions"]["runs"] == {}
+    assert main([*command, "--overwrite", "--num-blocks", "5"]) == 2
+    assert "--num_blocks 5 of a ViT of 4 layers" in capsys.readouterr().err
+    assert results(tmp_path / "cuts")["studies"]["partitions"]["runs"] == {}  # still there
     assert main(["study", "partitions", str(distilled / "model"), "--output-dir", str(tmp_path / "other")]) == 2
     assert "is a Raptor, whose phases are given" in capsys.readouterr().err
 

@@ -26,7 +26,7 @@ LINE_STYLES = ("-", "--", "-.", ":")
 
 
 def layer_ticks(num_layers: int, most: int = 16) -> list[int]:
-    """Layers to label on an axis: all up to 16, then every second, fourth, ... of them."""
+    """Layers to label on an axis: all up to `most`, then every second, fourth, ... of them."""
     step = 2 ** max(0, math.ceil(math.log2(num_layers / most)))
     return ([1] if step > 2 else []) + list(range(step, num_layers + 1, step))
 

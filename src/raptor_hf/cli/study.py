@@ -66,6 +66,8 @@ from .parsing import parse
 from .values import UsageError
 
 STUDIES = ("swaps", "partitions", "recurrence", "complexity", "paradigms")
+DISTILLING = ("partitions", "paradigms")  # whose runs stay in the folder, and are gone on with
+NUM_BLOCKS = [2, 3, 4]
 SETTINGS_FILE = "settings.json"
 HEADS = ("probe", "none")
 
@@ -105,7 +107,7 @@ class StudyArguments:
     num_pushed: int = field(default=8, metadata={"help": "Images of the exponents, the first ones."})
     num_pairs: int = field(default=9, metadata={"help": "Timed pairs of forward passes; 0 for no timing."})
     num_random: int = field(default=3, metadata={"help": "Random partitions of each kind and number of blocks."})
-    num_seeds: int = field(default=1, metadata={"help": "Raptors distilled of each partition."})
+    num_seeds: int = field(default=1, metadata={"help": "Raptors distilled of each partition or paradigm."})
     distill_steps: int = field(default=300, metadata={"help": "Steps of a distillation; 0 for none, the scores alone."})
     distill_batch_size: int = field(default=64, metadata={"help": "Images per step of a distillation."})
     distill_learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate of a distillation."})
@@ -134,35 +136,32 @@ def main(argv: list[str]) -> int:
     dataset = load_split(images, images.eval_split, args.seed)
     if args.study != "complexity" and args.head == "probe" and dataset.labels is None:
         raise UsageError(f"{dataset.name} has no labels for a probe; give --head none to do without.")
-    if args.study in ("partitions", "complexity", "paradigms"):
-        label, (model, _) = next(iter(backbones.items()))
+    label, (model, _) = next(iter(backbones.items()))
+    if args.study in DISTILLING:
         _teacher(label, model, args)
-    make_way(output_dir, args.overwrite)  # from here on nothing of the command itself is wrong
+        make_way(output_dir, args.overwrite)
     records: dict[str, Any] = {}
-    header, rows = [], list[list[str]]()
-    if args.study == "swaps":
-        records["swaps"] = {label: _swaps(label, *backbones[label], dataset, args, images) for label in backbones}
-        header, rows = SWAPS_HEADER, swap_rows(records["swaps"])
-    elif args.study == "recurrence":
-        records["recurrence"] = {
-            label: _recurrence(label, *backbones[label], dataset, args, images) for label in backbones
-        }
-        header, rows = RECURRENCE_HEADER, recurrence_rows(records["recurrence"])
+    header, rows = list[str](), list[list[str]]()
+    if args.study in ("swaps", "recurrence"):
+        found = {name: _interventions(name, *backbones[name], dataset, args, images) for name in backbones}
+        records[args.study] = found
+        is_swaps = args.study == "swaps"
+        header, rows = (SWAPS_HEADER, swap_rows(found)) if is_swaps else (RECURRENCE_HEADER, recurrence_rows(found))
     elif args.study == "complexity":
         records["complexity"] = _complexity(backbones, dataset, args, images)
-        header, rows = COMPLEXITY_HEADER, complexity_rows(records["complexity"], next(iter(backbones)))
+        header, rows = COMPLEXITY_HEADER, complexity_rows(records["complexity"], label)
     elif args.study == "paradigms":
-        ((label, (teacher, _)),) = backbones.items()
-        records["paradigms"] = _paradigms(label, teacher, dataset, args, images)
+        records["paradigms"] = _paradigms(label, model, dataset, args, images)
         header, rows = PARADIGMS_HEADER, paradigm_rows(records["paradigms"])
     else:
-        ((label, (teacher, _)),) = backbones.items()
-        records["partitions"] = _partitions(label, teacher, dataset, args, images)
+        records["partitions"] = _partitions(label, model, dataset, args, images)
         header, rows = PARTITIONS_HEADER, partition_rows(records["partitions"])
     results = new_results(
         f"Study of {args.study}: {', '.join(backbones)}", shlex.join(["raptor-hf", "study", *argv]), args.seed
     )
     results["studies"] = {**records, "dataset": public_name(images.dataset)}
+    if args.study not in DISTILLING:
+        make_way(output_dir, args.overwrite)  # nothing can go wrong any more
     write_report(output_dir, results)
     write_json(output_dir / RESULTS_FILE, results)  # last: a run is finished when its results are there
     table(header, rows, title=f"{len(dataset)} images of {public_name(images.dataset)}")
@@ -170,7 +169,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _swaps(
+def _interventions(
     label: str,
     model: RaptorModel | Teacher,
     processor: Any,
@@ -178,26 +177,15 @@ def _swaps(
     args: StudyArguments,
     images: ImageArguments,
 ) -> dict[str, Any]:
+    """Swaps or recurrence of one model."""
     loader = _loader(to_pixels(dataset, processor, images.image_size), args)
     head = _head(model, processor, label, dataset, args, images)
     phases = _phases(model, loader, args)
-    with status(f"swapping layers of {label}, phases {phases}"):
-        return study_swaps(
-            model, loader, phases, num_swapped=args.num_swapped, max_swaps=args.max_swaps, seed=args.seed, head=head
-        )
-
-
-def _recurrence(
-    label: str,
-    model: RaptorModel | Teacher,
-    processor: Any,
-    dataset: ImageDataset,
-    args: StudyArguments,
-    images: ImageArguments,
-) -> dict[str, Any]:
-    loader = _loader(to_pixels(dataset, processor, images.image_size), args)
-    head = _head(model, processor, label, dataset, args, images)
-    phases = _phases(model, loader, args)
+    if args.study == "swaps":
+        with status(f"swapping layers of {label}, phases {phases}"):
+            return study_swaps(
+                model, loader, phases, num_swapped=args.num_swapped, max_swaps=args.max_swaps, seed=args.seed, head=head
+            )
     with status(f"applying the phases {phases} of {label} beyond their length"):
         return study_recurrence(
             model, loader, phases, num_iterations=args.num_iterations, tolerance=args.tolerance, ridge=args.ridge,
@@ -220,12 +208,15 @@ def _complexity(
 
 
 def _teacher(label: str, model: RaptorModel | Teacher, args: StudyArguments) -> Teacher:
-    """The model, which must be a ViT.
+    """The model, which must be a ViT, of as many layers as partitions have blocks.
 
     Raises:
-        UsageError: if it is a Raptor.
+        UsageError: if it is not.
     """
     if isinstance(model, Teacher):
+        most = max(args.num_blocks or NUM_BLOCKS)
+        if args.study == "partitions" and most > model.num_layers:
+            raise UsageError(f"--num_blocks {most} of a ViT of {model.num_layers} layers; use fewer.")
         return model
     if args.study == "complexity":
         raise UsageError(f"{label} is a Raptor; name its teacher first, then Raptors: study complexity TEACHER RAPTOR.")
@@ -248,9 +239,7 @@ def _partitions(
     label: str, teacher: RaptorModel | Teacher, dataset: ImageDataset, args: StudyArguments, images: ImageArguments
 ) -> dict[str, Any]:
     teacher = _teacher(label, teacher, args)
-    counts = args.num_blocks or [2, 3, 4]
-    if max(counts) > teacher.num_layers:
-        raise UsageError(f"--num_blocks {max(counts)} of a ViT of {teacher.num_layers} layers; use fewer.")
+    counts = args.num_blocks or NUM_BLOCKS
     train, evaluation = _distillation_sets(teacher, dataset, args, images)
     loader = _loader(train, args)
     with status("comparing layers"):
@@ -335,7 +324,9 @@ def _check_settings(path: Path, args: StudyArguments, images: ImageArguments) ->
     Raises:
         UsageError: if the folder holds such.
     """
-    left_out = ("overwrite", "output_dir", "num_workers", "num_blocks", "num_random", "num_seeds")
+    left_out = ["overwrite", "output_dir", "num_workers", "num_blocks", "num_random", "num_seeds"]
+    left_out += ["num_swapped", "max_swaps", "num_iterations", "tolerance", "ridge", "num_exponents", "num_pushed"]
+    left_out += ["num_pairs"]  # of the other studies
     settings = to_plain({**dataclasses.asdict(args), **dataclasses.asdict(images)})
     settings = {key: value for key, value in settings.items() if key not in left_out}
     found = read_json(path) if path.is_file() else settings

@@ -1,12 +1,11 @@
 """The parts of the paper's complexity claims for a teacher and its Raptors (arXiv 2512.19941, Def. 1, Claims 1, 2)."""
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..complexity import block_recurrence_error, description_length, runtime_ratio
 from ..interventions import Batch, Model
-from ..interventions.runs import first_images
+from ..interventions.runs import unpacked
 from ..teachers import Teacher
 
 
@@ -36,7 +35,7 @@ def study_complexity(
     Raises:
         ValueError: as the functions it calls, or if there is no image.
     """
-    pixel_values = next(iter(first_images(itertools.islice(iter(batches), 1), 2**31)))
+    pixel_values, _ = next(unpacked(batches, needs_labels=False))
     size = (pixel_values.shape[-2], pixel_values.shape[-1])
     own = {dtype: description_length(teacher, size, dtype).to_dict() for dtype in dtypes}
     records = {}
