@@ -41,6 +41,18 @@ def test_curves_of_other_names_and_axes():
     assert len({line.get_color() for line in axes.lines}) == 2
 
 
+@pytest.mark.parametrize(
+    ("length", "of_states", "ticks"),
+    [
+        (4, True, [0, 1, 2, 3]), (33, True, [0, 4, 8, 12, 16, 20, 24, 28, 32]), (25, True, [0, *range(2, 25, 2)]),
+        (32, False, [1, 4, 8, 12, 16, 20, 24, 28, 32]),
+    ],
+)  # fmt: skip
+def test_ticks_of_long_axes_do_not_touch(length, of_states, ticks):
+    (axes,) = flow_figure({"a": {"cls": [1.0] * length}}, "speed", of_states=of_states).axes
+    assert list(axes.get_xticks()) == ticks
+
+
 def test_models_stand_side_by_side_on_one_scale_and_four_in_two_rows():
     figure = flow_figure({"a": CURVES, "b": {"registers": [5, None, 9]}}, "norm", title="flow")
     assert [axes.get_title() for axes in figure.axes] == ["a", "b"]

@@ -81,7 +81,9 @@ def flow_figure(
         for boundary in (boundaries or {}).get(name, ()):
             handles[PHASE_BOUNDARY] = axes.axvline(boundary + 0.5, color=GREY, linestyle=":", linewidth=1.2, zorder=1)
         ticks = layer_ticks(int(places[-1]), most=12)
-        axes.set(xlim=(places[0] - 0.5, places[-1] + 0.5), xticks=[0, *ticks] if of_states else ticks)
+        if of_states:
+            ticks = [0, *(tick for tick in ticks if tick > 1 or 2 in ticks)]  # 0 and 1 would touch on a long axis
+        axes.set(xlim=(places[0] - 0.5, places[-1] + 0.5), xticks=ticks)
         if log:
             _log_scale(axes)
         label = xlabel or ("state" if of_states else "layer")
