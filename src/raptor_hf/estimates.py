@@ -168,6 +168,7 @@ def _kept_for_backward(trainer: RaptorDistillationTrainer, states: torch.Tensor,
     """
 
     def loss_of(count: int) -> Callable[[], Any]:
+        """The first step's loss on `count` images, not yet computed."""
         trainer.state.global_step = 0
         return lambda: trainer.compute_loss(trainer.model, {STATES: states[:count]})
 
@@ -186,6 +187,7 @@ def _saved_bytes(trainer: RaptorDistillationTrainer, compute: Callable[[], Any],
     saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
+        """Notes a tensor that autograd keeps, and hands it on."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             saved[storage.data_ptr()] = storage.nbytes()

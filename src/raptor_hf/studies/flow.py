@@ -54,6 +54,7 @@ def study_dynamics(
     estimator = DynamicsEstimator(layout, ranks=ranks, num_classes=num_classes)
 
     def measured() -> Iterator[tuple[torch.Tensor, ...]]:
+        """States of each batch, which the estimator has seen."""
         for pixel_values, labels in unpacked(batches, needs_labels=False):
             states = base_states(model, pixel_values)
             estimator.update(states, labels)
