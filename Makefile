@@ -22,8 +22,8 @@ install: $(STAMP) ## make .venv and install the package with its development too
 quickstart: $(STAMP) ## digits, offline: teacher, phases, Raptors, probe, report in runs/quickstart
 	$(BIN)/raptor-hf quickstart --output-dir $(OUTPUT) $(ARGS)
 
-test: $(STAMP) ## the test suite, without the slow tests and without network
-	$(BIN)/python -m pytest -q $(ARGS)
+test: $(STAMP) ## the test suite on two processes, without the slow tests and without network
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests only: runs killed ten times
 	$(BIN)/python -m pytest -q -m slow $(ARGS)

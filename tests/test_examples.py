@@ -13,8 +13,8 @@ from transformers import TrainingArguments
 import dense_sets
 from hub_server import Hub
 from raptor_hf import RaptorForImageClassification, RaptorModel
-from raptor_hf.quickstart import digits_processor
 from raptor_hf.results import read_json
+from raptor_hf.vit_training import digits_processor
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -18,7 +18,7 @@ from raptor_hf import (
 )
 from raptor_hf.cli import main
 from raptor_hf.export import export_model
-from raptor_hf.quickstart import digits_processor
+from raptor_hf.vit_training import digits_processor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of the exporters
 

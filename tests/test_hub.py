@@ -457,7 +457,7 @@ import torch
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
 from raptor_hf import DistillationArguments, RaptorDistillationTrainer, RaptorModel, Teacher
 from raptor_hf.data import load_images
-from raptor_hf.quickstart import digits_processor
+from raptor_hf.vit_training import digits_processor
 config = Dinov2WithRegistersConfig(
     hidden_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4, mlp_ratio=2)
 teacher = Teacher(Dinov2WithRegistersModel(config).eval(), digits_processor())

@@ -77,6 +77,7 @@ RANKS = (
     "interventions",
     "complexity",
     "runs",
+    "vit_training",
     "studies",
     "assembly",
     "research_import",

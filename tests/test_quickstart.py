@@ -8,14 +8,8 @@ import torch
 
 from raptor_hf import RaptorModel
 from raptor_hf.data import load_images
-from raptor_hf.quickstart import (
-    QuickstartArguments,
-    _InMemory,
-    check_reload,
-    digits_processor,
-    jitter,
-    run_quickstart,
-)
+from raptor_hf.quickstart import QuickstartArguments, check_reload, run_quickstart
+from raptor_hf.vit_training import KeptPixels, digits_processor
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +54,7 @@ def test_a_raptor_that_does_not_reload_is_noticed(small):
     args, results = small
     folder = f"{args.output_dir}/{results['models'][0]['path']}"
     model = RaptorModel.from_pretrained(folder).eval()
-    pixels = _InMemory(load_images("digits", split="test", max_images=4), digits_processor())
+    pixels = KeptPixels(load_images("digits", split="test", max_images=4), digits_processor())
     check_reload(folder, model, pixels)
     with torch.no_grad():
         model.blocks[0].mlp.fc1.weight[0, 0] += 1e-3
@@ -68,17 +62,6 @@ def test_a_raptor_that_does_not_reload_is_noticed(small):
         check_reload(folder, model, pixels)
     with pytest.raises(RuntimeError, match=r"(?s)could not reproduce it: .*no-such-folder"):
         check_reload(f"{folder}/no-such-folder", model, pixels)
-
-
-def test_jitter_moves_digits_a_little_and_keeps_the_black():
-    pixels = _InMemory(load_images("digits", split="test", max_images=8), digits_processor())
-    batch = torch.stack([pixels[index]["pixel_values"] for index in range(8)])
-    moved = jitter({"pixel_values": batch, "labels": torch.arange(8)})
-    assert moved["pixel_values"].shape == batch.shape == (8, 3, 16, 16)
-    assert moved["pixel_values"].min() >= -1.001
-    distance = (moved["pixel_values"] - batch).square().mean()
-    assert 0 < distance < 0.7 * batch.var()  # two different digits are about twice the variance apart
-    assert torch.equal(moved["labels"], torch.arange(8))
 
 
 def test_wrong_sizes_are_named(tmp_path):

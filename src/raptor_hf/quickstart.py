@@ -7,7 +7,6 @@ CPU, also where there is a GPU: the models are tiny, and the reloaded one can be
 """
 
 import dataclasses
-import math
 import shutil
 import subprocess
 import sys
@@ -20,15 +19,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
-from transformers import (
-    BitImageProcessorPil,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersForImageClassification,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
 
 from .arguments import DistillationArguments
 from .cards import own_results, write_card
@@ -40,11 +30,10 @@ from .report import write_report
 from .results import RESULTS_FILE, dataset_record, new_results, read_json, teacher_record, write_json
 from .runs import MODEL_FOLDER, PHASES_FILE, discover_phases, distill
 from .teachers import Teacher
+from .vit_training import KeptPixels, ViTTrainingArguments, digits_config, digits_processor, jitter, train_vit
 
 TEACHER_FOLDER = "teacher"
 RECORD_FILE = "record.json"
-IMAGE_SIZE = 16
-NUM_LAYERS = 12
 _RELOAD = """
 import sys, torch
 from safetensors.torch import load_file
@@ -102,7 +91,7 @@ def run_quickstart(
     splits = {name: load_images("digits", split=name, max_images=args.max_images) for name in ("train", "test")}
     with status("teacher: training a 12-layer ViT on handwritten digits"):
         teacher = _teacher(args, output_dir / TEACHER_FOLDER, splits["train"])
-    train, test = (_InMemory(splits[name], teacher.image_processor) for name in ("train", "test"))
+    train, test = (KeptPixels(splits[name], teacher.image_processor) for name in ("train", "test"))
     with status("phases: comparing the teacher's layers"):
         phases = discover_phases(teacher, train, tuple(args.num_blocks), output_dir / PHASES_FILE, batch_size=128)
     probe = LinearProbe(splits["train"], splits["test"], _probe_arguments(args))
@@ -136,84 +125,15 @@ def run_quickstart(
     return read_json(output_dir / RESULTS_FILE)
 
 
-class _InMemory(PixelDataset):
-    """Keeps every processed image: the digits are small and read many times."""
-
-    def __init__(self, images: ImageDataset, processor: Any) -> None:
-        super().__init__(images, processor)
-        self._kept: dict[int, dict[str, Any]] = {}
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index not in self._kept:
-            self._kept[index] = super().__getitem__(index)
-        return dict(self._kept[index])
-
-
-def digits_processor() -> BitImageProcessorPil:
-    """Image processor of the digits teacher: the whole image at 16 x 16 pixels, black at -1, white at 7 / 3."""
-    return BitImageProcessorPil(
-        do_resize=True,
-        size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
-        resample=2,
-        do_center_crop=False,
-        image_mean=[0.3] * 3,
-        image_std=[0.3] * 3,
-    )
-
-
 def _teacher(args: QuickstartArguments, folder: Path, images: ImageDataset) -> Teacher:
     """The trained teacher: loaded if an earlier run finished it, else trained and saved."""
-    if not (folder / "preprocessor_config.json").is_file():  # saved last
-        _train_teacher(args, folder, images)
-    return Teacher.from_pretrained(folder)
-
-
-def _train_teacher(args: QuickstartArguments, folder: Path, images: ImageDataset) -> None:
-    set_seed(args.seed)
-    processor = digits_processor()
-    config = Dinov2WithRegistersConfig(
-        hidden_size=64, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, mlp_ratio=2,
-        image_size=IMAGE_SIZE, patch_size=4, num_register_tokens=4,
-        drop_path_rate=0.1, layerscale_value=0.1, initializer_range=0.1, num_labels=10,
-    )  # fmt: skip
-    training = TrainingArguments(
-        output_dir=str(folder), num_train_epochs=args.teacher_epochs, per_device_train_batch_size=args.batch_size,
-        learning_rate=2e-3, weight_decay=0.05, warmup_steps=0.1, lr_scheduler_type="cosine",
-        label_smoothing_factor=0.1, dataloader_drop_last=True, save_strategy="no", report_to="none",
-        logging_strategy="no", seed=args.seed, use_cpu=True,
-    )  # fmt: skip
-    trainer = Trainer(
-        Dinov2WithRegistersForImageClassification(config),
-        training,
-        train_dataset=_InMemory(images, processor),
-        data_collator=lambda batch: jitter(collate_pixels(batch)),
+    options = ViTTrainingArguments(
+        num_epochs=args.teacher_epochs, batch_size=args.batch_size, seed=args.seed, use_cpu=True
     )
-    trainer.train()
-    trainer.model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
-def jitter(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Turns, scales and shifts each digit a little: up to 10 degrees, 10 % and a quarter of the half-width.
-
-    Args:
-        batch: `pixel_values` `(batch_size, channels, height, width)`, changed; labels pass through. Drawn from torch's
-            global generator.
-    """
-    pixels = batch["pixel_values"]
-    angle, scale, right, down = ((torch.rand(4, len(pixels)) * 2 - 1) * _JITTER[:, None]).unbind()
-    cos, sin, scale = angle.cos(), angle.sin(), 1 + scale
-    rows = [
-        torch.stack([cos / scale, -sin / scale, right], dim=1),
-        torch.stack([sin / scale, cos / scale, down], dim=1),
-    ]
-    grid = nn.functional.affine_grid(torch.stack(rows, dim=1), list(pixels.shape), align_corners=False)
-    moved = nn.functional.grid_sample(pixels - _BLACK, grid, padding_mode="zeros", align_corners=False)
-    return {**batch, "pixel_values": moved + _BLACK}
-
-
-_JITTER = torch.tensor([10 * math.pi / 180, 0.1, 0.25, 0.25])
-_BLACK = -1.0  # a black pixel after the processor
+    processor = digits_processor()
+    pixels = KeptPixels(images, processor)
+    train_vit(digits_config(), processor, pixels, folder, options, transform=jitter, resumable=False)
+    return Teacher.from_pretrained(folder)
 
 
 def _raptor(
